@@ -1,8 +1,7 @@
-"""transformers' models that choose keys by an indexer, over a sharded sequence, against one process:
-unmodified models in float64, loss and every gradient."""
+"""transformers' models that choose keys by an indexer, over a sharded sequence: unmodified models
+in float64 against one process, loss and every gradient; what is sent; what is refused."""
 
 import copy
-import functools
 import itertools
 
 import indexed
@@ -13,9 +12,20 @@ import torch.nn.functional as F
 from float64 import in_float64
 from harness import on_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
+from trained import (
+    Rows,
+    arguments,
+    compare_logs,
+    lists,
+    logs,
+    tiny,
+    tokenizer,
+    trainer_class,
+    wide_loss,
+)
 
 import deepsp
-from deepsp.integrations.transformers import indexers, register
+from deepsp.integrations.transformers import indexers, register, sequence_parallel, shard_experts
 
 KINDS = ["plain", "left", "right", "packed"]
 HYBRIDS = ["glm5_next", "qwen4_exp_text"]
@@ -100,7 +110,9 @@ def _equals(name):
     # MistralLarge4 itself fails with the reentrant kind.
     for reentrant in (False,) if name == "mistral_large4" else (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        loss = _sharded(model, name, indexed.batch("plain"))
+        loss = deepsp.causal_lm_loss(model, _shards(name, indexed.batch("plain")))
+        loss.backward()
+        deepsp.sync_gradients(model)
         _compare(f"checkpoints, {reentrant}", loss, model, expected["plain"])
     model.gradient_checkpointing_disable()
     indexers.ENTRIES = most
@@ -150,3 +162,197 @@ def test_three_ranks(name):
 @pytest.mark.parametrize("name", indexed.NAMES)
 def test_five_ranks(name):
     on_ranks(5, _equals, name, apart="hybrid")
+
+
+# ------------------------------------------------------------------- what is sent
+
+
+class _Sent(TorchDispatchMode):
+    """Counts the numbers that this rank sends to another, by op."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = {"all_gather": 0, "_rows": 0}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0].removesuffix("_start")
+        if name in self.numbers:
+            self.numbers[name] += args[0].numel()
+        return function(*args, **(kwargs or {}))
+
+
+def _bytes():
+    """As docs/sparse.md says: numbers of a token and layer."""
+    in_float64()
+    register()
+    batch = indexed.batch("plain")
+    tokens = deepsp.shard_batch(batch)[0]["input_ids"].numel()
+    for name, expected in {
+        "deepseek_v32": 3 * (16 + 8 + 16),  # the latent, its rotated part, the indexer's key
+        "glm_moe_dsa": 3 * (16 + 8) + 2 * 16,
+        "minimax_m3_vl_text": 2 * (2 * 2 * 16 + 16),
+    }.items():
+        model = indexed.make(name)
+        model.set_attn_implementation("deepsp")
+        with torch.no_grad(), _Sent() as sent:
+            model(**_shards(name, batch))
+        positions = deepsp.shard_batch(batch)[0]["position_ids"].numel()
+        assert sent.numbers["all_gather"] == expected * tokens + positions, name
+
+    # A window, the tokens before a rank's own windows, and entries.
+    model = indexed.make("deepseek_v4")
+    model.set_attn_implementation("deepsp")
+    with torch.no_grad(), _Sent() as sent:
+        model(**_shards("deepseek_v4", batch))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    ends = [0, *itertools.accumulate(len(x) for x in torch.arange(29).tensor_split(size))]
+    four, eight = (ends[rank + 1] // n - ends[rank] // n for n in (4, 8))
+    entries = indexed.ROWS * (four * (16 + 16) + eight * 16)
+    assert sent.numbers["all_gather"] == entries + ends[rank + 1] - ends[rank]
+    before = 3 * 5 * 16 + 7 * (2 * 2 * 16 + 2 * 2 * 16) + 7 * 2 * 16
+    assert sent.numbers["_rows"] == (indexed.ROWS * before if rank < size - 1 else 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bytes(ranks):
+    on_ranks(ranks, _bytes, apart="hybrid")
+
+
+# ------------------------------------------------------------------- other cores and masks
+
+
+def _sees(module, query, key, value, attention_mask, scaling, dropout=0.0, indices=None, **_):
+    """An implementation of ones own, which reads what an indexer chose."""
+    chosen = torch.zeros(*indices.shape[:2], key.size(2), dtype=torch.bool)
+    mask = attention_mask & chosen.scatter_(-1, indices.long(), True)[:, None]
+    assert query.size(2) == indices.size(1) == mask.size(2) and mask.size(3) == key.size(2)
+    out = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+def _with_core():
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    in_float64()
+    model, batch = indexed.make("deepseek_v32"), indexed.batch("left")
+    loss = _alone(model, "deepseek_v32", batch)
+    loss.backward()
+    expected = loss.item(), _gradients(model)
+    AttentionInterface.register("sees", _sees)
+    AttentionMaskInterface.register("sees", sdpa_mask)
+    register(core="sees")
+    model.set_attn_implementation("deepsp")
+    _compare("core", _sharded(model, "deepseek_v32", batch), model, expected)
+
+    # A mask [B, 1, S, S] of ones own, added to scores.
+    register()
+    causal = torch.ones(29, 29, dtype=torch.bool).tril()
+    causal[:, 3:5] = False
+    causal[3:5, 3:5] = torch.eye(2, dtype=torch.bool)
+    least = torch.finfo(torch.float64).min
+    batch = indexed.batch("plain") | {
+        "attention_mask": torch.zeros(2, 1, 29, 29).masked_fill(~causal, least)
+    }
+    model.set_attn_implementation("sdpa")
+    loss = _alone(model, "deepseek_v32", batch)
+    loss.backward()
+    expected = loss.item(), _gradients(model)
+    model.set_attn_implementation("deepsp")
+    _compare("mask", _sharded(model, "deepseek_v32", batch), model, expected)
+
+
+def test_other_cores_and_masks():
+    on_ranks(2, _with_core, apart="hybrid")
+
+
+# ------------------------------------------------------------------- what is refused
+
+
+class _Mixes(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x + x.roll(1, 1))
+
+
+def _refused():
+    in_float64()
+    register()
+    model, batch = indexed.make("deepseek_v32"), indexed.batch("plain")
+    model.set_attn_implementation("deepsp")
+    for options, message in (
+        ({"kv_chunk": 4}, "expected no kv_chunk with DeepseekV32Attention, whose keys travel"),
+        ({"core": "flex_attention"}, "expected a core that takes indices with"),
+    ):
+        register(**options)
+        with pytest.raises(ValueError, match=message):
+            model(**_shards("deepseek_v32", batch))
+    register()
+    with pytest.raises(ValueError, match="expected no deal with DeepseekV32Attention"):
+        model(**deepsp.deal_batch(indexed.batch("packed"))[0])
+    with pytest.raises(ValueError, match="expected use_cache to be False"):
+        model(**_shards("deepseek_v32", batch), use_cache=True)
+    wrong = _shards("deepseek_v32", batch)
+    with pytest.raises(ValueError, match="expected position_ids of the full sequence"):
+        model(input_ids=wrong["input_ids"])
+    # An indexer's keys that aren't those of one token.
+    own = indexed.make("deepseek_v32")
+    own.model.layers[1].self_attn.indexer.wk.__class__ = _Mixes
+    own.set_attn_implementation("deepsp")
+    with pytest.raises(ValueError, match=r"indexer\.wk"):
+        own(**_shards("deepseek_v32", batch))
+
+    model = indexed.make("deepseek_v4")
+    model.set_attn_implementation("deepsp")
+    short = {n: x[:, : 2 * dist.get_world_size() - 1] for n, x in batch.items()}
+    with pytest.raises(ValueError, match="expected two tokens or more on each rank"):
+        model(**_shards("deepseek_v4", short))
+
+
+def test_refused():
+    on_ranks(2, _refused, apart="hybrid")
+
+
+# ------------------------------------------------------------------- trainers
+
+
+def _trained(size, batch, name, experts=False, sft=False, **given):
+    """What a trainer logs, with an evaluation; ``experts``: dealt out over the ranks."""
+    from trl import SFTConfig, SFTTrainer
+
+    cls, more = trainer_class(size)
+    kind, dtype = None, torch.float64
+    if sft:
+        cls, kind, dtype = SFTTrainer, SFTConfig, torch.float32
+        given |= {"bf16": False, "padding_free": False, "dataset_num_proc": None}
+        if size > 1:
+            cls = sequence_parallel(SFTTrainer)
+    model = tiny(name, dtype)
+    if experts and size > 1:
+        shard_experts(model)
+    elif dtype == torch.float64 and size == 1:
+        model.loss_function = wide_loss
+    args = arguments(
+        kind,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        ddp_find_unused_parameters=True,  # indexers have no gradients
+        **given,
+    )
+    data = (lists(40), lists(6, 1)) if sft else (Rows(40), Rows(6, 1))
+    if sft:
+        more["processing_class"] = tokenizer()
+    trainer = cls(model, args, train_dataset=data[0], eval_dataset=data[1], **more)
+    trainer.train()
+    return logs(trainer)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("glm_moe_dsa", {"experts": True, "gradient_accumulation_steps": 2}),
+        ("deepseek_v4", {"gradient_checkpointing": True}),
+        ("deepseek_v32", {"sft": True}),
+    ],
+)
+def test_trainer(name, more):
+    compare_logs(_trained, 2, 2, name=name, **more)

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+import indexed
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,29 +119,31 @@ def tiny(name: str = "llama", dtype: torch.dtype = torch.float32, **kwargs):
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
     set_seed(0)
-    layers = {"num_hidden_layers": 2}
+    given = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     if name in RECURRENT:
-        layers = {**RECURRENT[name], "layer_types": ["linear_attention", "full_attention"]}
-    config = AutoConfig.for_model(
-        name,
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        **layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **kwargs,
-    )
+        given |= {**RECURRENT[name], "layer_types": ["linear_attention", "full_attention"]}
+    if name in indexed.TEXT:
+        given = {**indexed.TEXT[name], "vocab_size": VOCABULARY}
+    config = AutoConfig.for_model(name, **{**given, **kwargs})
     model = AutoModelForCausalLM.from_config(config).to(dtype)
+    if name in indexed.TEXT:
+        model.set_experts_implementation("eager")
     if dtype == torch.float64:  # transformers' own norms round to float32 in between
         for module in list(model.modules()):
             for child, norm in list(module.named_children()):
-                if type(norm).__name__.endswith("RMSNorm"):
+                if type(norm).__name__.endswith("RMSNorm") and hasattr(norm, "weight"):
                     wide = torch.nn.RMSNorm(norm.weight.shape, norm.variance_epsilon, dtype=dtype)
                     setattr(module, child, wide)
     return model
