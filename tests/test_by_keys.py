@@ -126,8 +126,9 @@ def _module():
     size = dist.get_world_size()
     for chunks in (1, "auto"):
 
-        def attend(*x, layout, chunks=chunks, **options):
-            return deepsp.DistributedAttention(layout=layout, chunks=chunks)(*x, **options)
+        def attend(*x, layout, exchange, chunks=chunks, **options):
+            module = deepsp.DistributedAttention(None, None, chunks, layout, exchange=exchange)
+            return module(*x, **options)
 
         options = CAUSAL | {"window_size": (5, 0)}
         lens = lens_of("skewed", 23, size)
@@ -176,6 +177,74 @@ def test_sixteen_bits():
     on_ranks(4, _sixteen_bits)
 
 
+def _latent(q, latents, rotated, up, query_indices):
+    """Multi-head latent attention: all heads' keys and values are made from a latent."""
+    k, v = (latents[:, :, 0] @ up).unflatten(-1, (q.size(2), -1)).split([6, 4], -1)
+    k = torch.cat([k, rotated.expand(-1, -1, q.size(2), -1)], -1)
+    seen = query_indices[:, None] >= torch.arange(k.size(1))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), seen
+    )
+    return out.transpose(1, 2)
+
+
+def _function():
+    """A function of one's own gets this rank's queries, and what all tokens' keys are made from."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = lens_of("skewed", 23, size)
+    here = slice(sum(lens[:rank]), sum(lens[: rank + 1]))
+    inputs = [draw(2, 23, *s, seed=n) for n, s in enumerate([(3, 8), (1, 5), (1, 2)])]
+    up = draw(5, 3 * 10, seed=4)
+    leaves = [x.requires_grad_() for x in (*inputs, up)]
+    expected = _latent(*inputs, up, torch.arange(23))
+    grad = draw(*expected.shape, seed=9)
+    expected_gradients = torch.autograd.grad(expected, leaves, grad)
+    for compiled in (False, True):
+        module = deepsp.DistributedAttention(_latent, exchange="keys")
+        call = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+        out = call(*(x[:, here] for x in inputs), up, seq_lens=lens)
+        torch.testing.assert_close(out, expected[:, here], rtol=0, atol=1e-12)
+        for x, y in zip(
+            torch.autograd.grad(out, leaves, grad[:, here]), expected_gradients, strict=True
+        ):
+            x = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(x)
+            torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_function_of_ones_own(ranks):
+    on_ranks(ranks, _function)
+
+
+def _auto():
+    size = dist.get_world_size()
+    for window, expected in (((5, 0), "keys"), ((-1, 0), "heads")):
+        lens = [40 // size] * size
+        options = {"is_causal": True, "window_size": window}
+        shape, sent = (1, 40, 8, 2, 4, 4), _Sent()
+
+        def attend(*x, exchange, sent=sent, **options):
+            with sent:
+                return deepsp.distributed_attention(*x, exchange="auto", **options)
+
+        _compare(shape, lens, None, options, attend=attend)
+        plan = deepsp.plan_attention(
+            8, 2, seq_len=40, ranks=size, seq_lens=lens, head_dim=4, exchange="auto",
+            dtype=torch.float64, **options,
+        )  # fmt: skip
+        assert plan.exchange == expected == ("keys" if hasattr(sent, "counts") else "heads")
+        if expected == "keys":
+            for rank, share in enumerate(plan.ranks):
+                counts = (c[rank] for r, c in enumerate(sent.counts) if r != rank)
+                assert share.received == sum(counts) * sent.numbers * 8
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_auto(ranks):
+    on_ranks(ranks, _auto)
+
+
 def _errors():
     q = draw(1, 6, 2, 4)
     total = 6 * dist.get_world_size()
@@ -192,9 +261,21 @@ def _errors():
             deepsp.distributed_attention(q, q, q, **{"exchange": "keys"} | arguments)
     deal = deepsp.deal_documents([6] * dist.get_world_size(), dist.get_world_size(), 6)
     with pytest.raises(ValueError, match="expected no deal with exchange 'keys', got one"):
-        deepsp.DistributedAttention()(q, q, q, exchange="keys", deal=deal)
-    with pytest.raises(ValueError, match="expected exchange to be 'heads' or 'keys', got 'values'"):
-        deepsp.DistributedAttention()(q, q, q, exchange="values")
+        deepsp.DistributedAttention(exchange="keys")(q, q, q, deal=deal)
+    for arguments, match in (
+        ({"exchange": "values"}, r"expected exchange to be one of \['heads', 'keys', 'auto'\]"),
+        ({"exchange": "keys", "chunks": 2}, "expected no chunks with exchange 'keys', got 2"),
+        (
+            {"exchange": "keys", "local_attention": lambda q, k, v: q},
+            "expected a local_attention that declares an argument query_indices",
+        ),
+        (
+            {"exchange": "auto", "local_attention": lambda q, k, v: q},
+            r"expected exchange to be one of \['heads', 'keys'\], got 'auto'",
+        ),
+    ):
+        with pytest.raises(ValueError, match=match):
+            deepsp.DistributedAttention(**arguments)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

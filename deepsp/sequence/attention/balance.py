@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
+from deepsp.sequence.attention.function import check_exchange
 from deepsp.sequence.attention.parts import Cell, by_tiles, cells_of, resolve
 
 
@@ -41,6 +43,8 @@ class AttentionPlan:
     """On a GPU, in 16 bits: documents of so many tokens are dense calls of cuDNN's attention where
     ``scaled_dot_product_attention`` would take it, as are all of one length together if they are
     as much work; others are flash attention, one call for all. None: there is no such choice."""
+    exchange: str = "heads"
+    """What travels: "heads" or "keys"."""
 
     @property
     def imbalance(self) -> float:
@@ -85,6 +89,8 @@ def plan_attention(
     batch: int = 1,
     dtype: torch.dtype = torch.bfloat16,
     device: str | torch.device = "cpu",
+    window_size: tuple[int, int] | None = None,
+    exchange: str = "heads",
 ) -> AttentionPlan:
     """Shows which part of an attention :func:`distributed_attention` gives each rank. Nothing is
     computed or sent, and no group is needed. ::
@@ -103,6 +109,8 @@ def plan_attention(
         batch: the number of sequences.
         dtype: the dtype of q, k and v.
         device: where attention is computed; "auto" depends on it and on ``dtype``.
+        window_size: as in :func:`distributed_attention`.
+        exchange: as in :func:`distributed_attention`; of "auto", the plan says what it is.
 
     Returns:
         An :class:`AttentionPlan`: each rank's heads, tokens, share of the work (pairs of query and
@@ -131,8 +139,78 @@ def plan_attention(
     not_by_flash = by_tiles(device, dtype)
     parts = resolve(wanted, num_heads, size, not_by_flash)
     ops.head_split(num_heads, kv, 1, 0)  # checks them
-    every = [_cells(num_heads, kv, seq_len, parts, size, rank) for rank in range(size)]
-    ranges = [(end - n, end) for n, end in zip(lens, accumulate(lens), strict=True)]
+    window = (-1, -1) if window_size is None else window_size
+    window = (window[0], 0) if is_causal else window
+    made, exchange = chosen(exchange, _Sizes(num_heads, kv, lens, window, row), parts)
+    total = sum(load.work for load in made) or 1
+    item = dtype.itemsize * batch * head_dim
+    return AttentionPlan(
+        parts,
+        _why(parts, num_heads, size) if exchange == "heads" else _WHY_KEYS,
+        [
+            RankShare(x.cells, x.kv_heads, x.work / total, x.received * item, x.away * item)
+            for x in made
+        ],
+        not isinstance(ranks, int),
+        None if not_by_flash or device.type != "cuda" else ops._dense_tokens(),
+        exchange,
+    )
+
+
+_WHY_KEYS = "keys travel: each rank has its queries, of all heads, and the keys that they see"
+_MOST_WORK = 1.1
+"""How much more work than by heads the busiest rank may have where keys are chosen to travel."""
+
+
+class _Load(NamedTuple):
+    """A rank's part."""
+
+    cells: list[Cell]
+    kv_heads: tuple[int, int]
+    work: int
+    """Pairs of a query and a key, by heads."""
+    received: int
+    """Heads' vectors from other ranks, and those of them from other rows of a mesh."""
+    away: int
+
+
+class _Sizes(NamedTuple):
+    """An attention. ``row``: how many ranks a row of the mesh has."""
+
+    heads: int
+    kv_heads: int
+    lens: list[int]
+    window: tuple[int, int]
+    row: int
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        return [(end - n, end) for n, end in zip(self.lens, accumulate(self.lens), strict=True)]
+
+
+def choose_exchange(
+    num_heads: int, num_kv_heads: int, lens: list[int], window: tuple[int, int], query_parts: int
+) -> str:
+    """ "keys" or "heads", what "auto" means; ``query_parts`` as ops take it."""
+    sizes = _Sizes(num_heads, num_kv_heads, lens, window, len(lens))
+    return chosen("auto", sizes, query_parts)[1]
+
+
+def chosen(exchange: str, sizes: _Sizes, parts: int) -> tuple[list[_Load], str]:
+    """The ranks' parts by what travels, and what that is."""
+    check_exchange(exchange, None, (), 1)
+    if exchange != "auto":
+        return _by_keys(sizes) if exchange == "keys" else _by_heads(sizes, parts), exchange
+    keys, heads = _by_keys(sizes), _by_heads(sizes, parts)
+    most = [(max(x.received for x in y), max(x.work for x in y)) for y in (keys, heads)]
+    by_keys = most[0][0] < most[1][0] and most[0][1] <= _MOST_WORK * most[1][1]
+    return (keys, "keys") if by_keys else (heads, "heads")
+
+
+def _by_heads(sizes: _Sizes, parts: int) -> list[_Load]:
+    heads, kv, lens, window, row = sizes
+    seq_len, size, ranges = sum(lens), len(lens), sizes.ranges
+    every = [_cells(heads, kv, seq_len, parts, size, rank) for rank in range(size)]
 
     def queries(cells: Sequence[Cell], tokens: tuple[int, int]) -> int:
         """Count the queries of ``cells`` among these tokens, times heads."""
@@ -143,29 +221,34 @@ def plan_attention(
         # The ranks of a row hold consecutive tokens, and have all heads of the same queries.
         begin = rank // row * row
         tokens_of_row = ranges[begin][0], ranges[begin + row - 1][1]
-        row_cell = Cell((0, num_heads), cells[0].queries if rows > 1 else ((0, seq_len),))
+        row_cell = Cell((0, heads), cells[0].queries if row < size else ((0, seq_len),))
         received, at_home, in_row = (
             queries(cells, tokens) + 2 * (last - first) * (tokens[1] - tokens[0]) + returned
             for tokens, returned in (
-                ((0, seq_len), num_heads * lens[rank]),
+                ((0, seq_len), heads * lens[rank]),
                 (ranges[rank], queries(cells, ranges[rank])),
                 (tokens_of_row, queries([row_cell], ranges[rank])),
             )
         )
-        work = sum(_heads(c) * _pairs(r, seq_len, is_causal) for c in cells for r in c.queries)
-        loads.append((work, received - at_home, received - in_row))
-    total = sum(work for work, *_ in loads) or 1
-    item = dtype.itemsize * batch * head_dim
-    return AttentionPlan(
-        parts,
-        _why(parts, num_heads, size),
-        [
-            RankShare(*shares, work / total, received * item, away * item)
-            for shares, (work, received, away) in zip(every, loads, strict=True)
-        ],
-        not isinstance(ranks, int),
-        None if not_by_flash or device.type != "cuda" else ops._dense_tokens(),
-    )
+        work = sum(_heads(c) * _pairs(r, seq_len, window) for c in cells for r in c.queries)
+        loads.append(_Load(cells, (first, last), work, received - at_home, received - in_row))
+    return loads
+
+
+def _by_keys(sizes: _Sizes) -> list[_Load]:
+    heads, kv, lens, window, row = sizes
+    seq_len, ranges, loads = sum(lens), sizes.ranges, []
+    for rank, (first, last) in enumerate(ranges):
+        begin = rank // row * row
+        tokens_of_row = ranges[begin][0], ranges[begin + row - 1][1]
+        seen = _seen((first, last), seq_len, window)
+        count = seen[1] - seen[0]
+        received = 2 * kv * (count - _common(seen, (first, last)))
+        away = 2 * kv * (count - _common(seen, tokens_of_row))
+        work = heads * _pairs((first, last), seq_len, window)
+        cells = [Cell((0, heads), ((first, last),) * (first < last))]
+        loads.append(_Load(cells, (0, kv), work, received, away))
+    return loads
 
 
 def _cells(
@@ -188,11 +271,28 @@ def _common(a: tuple[int, int], b: tuple[int, int]) -> int:
     return max(0, min(a[1], b[1]) - max(a[0], b[0]))
 
 
-def _pairs(queries: tuple[int, int], seq_len: int, is_causal: bool) -> int:
-    begin, end = queries
-    if not is_causal:
-        return (end - begin) * seq_len
-    return (end * (end + 1) - begin * (begin + 1)) // 2
+def _seen(queries: tuple[int, int], seq_len: int, window: tuple[int, int]) -> tuple[int, int]:
+    """The keys that some of these queries see."""
+    (begin, end), (left, right) = queries, window
+    if begin == end:
+        return begin, begin
+    first = 0 if left < 0 else max(0, begin - left)
+    return first, seq_len if right < 0 else min(seq_len, end + right)
+
+
+def _pairs(queries: tuple[int, int], seq_len: int, window: tuple[int, int]) -> int:
+    """How many keys these queries see."""
+    (begin, end), (left, right) = queries, window
+
+    def total(n: int) -> int:  # of 0 to n - 1
+        return n * (n - 1) // 2
+
+    ends = (end - begin) * seq_len
+    if right >= 0:  # min(seq_len, query + right + 1)
+        cut = min(max(seq_len - right - 1, begin), end)
+        ends = total(cut + right + 1) - total(begin + right + 1) + (end - cut) * seq_len
+    begins = 0 if left < 0 else total(max(end - left, 0)) - total(max(begin - left, 0))
+    return ends - begins
 
 
 def _why(parts: int, num_heads: int, ranks: int) -> str:

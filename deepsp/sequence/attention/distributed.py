@@ -12,6 +12,7 @@ from deepsp.data.borders import ranges_of
 from deepsp.data.documents import Deal
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.sequence.attention import function, parts
+from deepsp.sequence.attention.balance import choose_exchange
 
 
 def distributed_attention(
@@ -98,7 +99,10 @@ def distributed_attention(
             borders aren't known, they count as one). That is less where there are few kv heads for
             many ranks, or a short window; but causal attention without a window leaves the last
             rank twice the mean work. ``query_parts`` has no meaning then. Not with ``attn_mask``,
-            dropout, ``chunks``, ``kv_chunk`` or ``deal``.
+            dropout, ``chunks``, ``kv_chunk`` or ``deal``. "auto": "keys" where the rank that
+            receives the most gets fewer bytes by them, and the busiest one has no more than 1.1
+            times the work, documents aside; else, and with what "keys" doesn't take, "heads".
+            :func:`plan_attention` shows the choice.
 
     Returns:
         [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" a transposed view of that, as
@@ -166,9 +170,18 @@ def attend_over(
     documents=None,
     window_size=None,
     deal=None,
+    exchange="heads",
     **options,
 ) -> Tensor:
     (rank, _, name), lens = call.member, call.lens
+    if exchange == "auto":
+        none = attn_mask is None and dropout_p == 0 and chunks == 1 and deal is None
+        exchange = "heads"
+        if none and options.get("kv_chunk") is None:
+            left, right = window_size or (-1, -1)
+            heads, kv_heads = (x.size(call.layout.index("h")) for x in call.qkv[:2])
+            window = (left, 0 if is_causal else right)
+            exchange = choose_exchange(heads, kv_heads, list(lens), window, call.query_parts)
     if deal is not None:
         if options.get("kv_chunk") is not None:
             raise ValueError(
@@ -197,5 +210,6 @@ def attend_over(
             sharded_randomness=torch.compiler.is_compiling(),
             documents=documents,
             window_size=() if window_size is None else window_size,
+            exchange=exchange,
             **options,
         )

@@ -39,6 +39,27 @@ def why_whole(function: Callable | None, wanted: tuple[str, ...]) -> str | None:
     )
 
 
+def check_exchange(
+    exchange: str, function: Callable | None, wanted: tuple[str, ...], chunks: int | str
+) -> str:
+    """``exchange``; raises unless it is one that a local attention and ``chunks`` allow."""
+    names = ("heads", "keys", "auto") if function is None else ("heads", "keys")
+    if exchange not in names:
+        raise ValueError(f"expected exchange to be one of {list(names)}, got {exchange!r}")
+    if exchange == "keys" and chunks not in (1, "auto"):
+        raise ValueError(
+            f"expected no chunks with exchange 'keys', got {chunks}; leave it out, or pass "
+            "exchange='heads'"
+        )
+    if exchange == "keys" and function is not None and "query_indices" not in wanted:
+        raise ValueError(
+            "expected a local_attention that declares an argument query_indices with exchange "
+            "'keys': it gets some of the queries with all keys, and has to know which; got one "
+            "without"
+        )
+    return exchange
+
+
 def indices(wanted: tuple[str, ...], like: Tensor, cell: parts.Cell) -> dict[str, Tensor]:
     """The wanted arguments: the global indices of a cell's heads and queries."""
     values = dict(zip(INDICES, (cell.heads, sum(cell.queries, ())), strict=True))

@@ -60,6 +60,10 @@ class DistributedAttention(nn.Module):
         layout: as in :func:`distributed_attention`.
         query_parts: as in :func:`distributed_attention`; "auto" is 1 for a local attention that
             doesn't declare ``query_indices``.
+        exchange: as in :func:`distributed_attention`. With "keys", a local attention gets q [B,
+            S_r, Hq, D] of this rank's tokens, and k and v of all tokens, [B, S, ...], whatever
+            their heads and features are: they may be what keys and values are made from. It must
+            declare ``query_indices``.
 
     Raises:
         ValueError: ``chunks`` or ``layout`` isn't one of these, or this process isn't in the group;
@@ -86,6 +90,7 @@ class DistributedAttention(nn.Module):
         chunks: int | str = 1,
         layout: str = "bshd",
         query_parts: int | str = "auto",
+        exchange: str = "heads",
     ):
         super().__init__()
         parts.check_layout(layout)
@@ -103,6 +108,7 @@ class DistributedAttention(nn.Module):
         self.layout = layout
         self.query_parts = parts.validate(query_parts, group)
         self._indices = local.indices_wanted(local_attention)
+        self.exchange = local.check_exchange(exchange, local_attention, self._indices, chunks)
         self._why_whole = local.why_whole(local_attention, self._indices)
         self._watch = local.Watch(local_attention)
         self._compared = False
@@ -112,7 +118,7 @@ class DistributedAttention(nn.Module):
         rank, size, _ = self.member
         return (
             f"rank={rank}, size={size}, chunks={self.chunks!r}, layout={self.layout}, "
-            f"query_parts={self.query_parts!r}"
+            f"query_parts={self.query_parts!r}, exchange={self.exchange!r}"
         )
 
     def forward(
@@ -156,15 +162,15 @@ class DistributedAttention(nn.Module):
             q, k, v, self.layout, lens, self.member, self.query_parts, self._why_whole
         )
         if not self._compared and not torch.compiler.is_compiling():
-            self._compare(call, deal, kwargs.get("exchange", "heads"))
+            self._compare(call, deal)
         if self.local_attention is None:
             names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
-            rest = (*local.PATTERN, "kv_chunk", "deal", "exchange")
+            rest = (*local.PATTERN, "kv_chunk", "deal")
             local.check_sdpa_arguments(args, kwargs, names, rest)
         local.check_kwargs(self._indices, kwargs)
         chunks = self.chunks
         if chunks == "auto":  # these cut tokens, not heads
-            by_tokens = kwargs.get("kv_chunk") is not None or kwargs.get("exchange") == "keys"
+            by_tokens = kwargs.get("kv_chunk") is not None or self.exchange != "heads"
             streams = deal is not None or (self.local_attention is None and by_tokens)
             chunks = 1 if streams else self._pick_chunks(call, args, kwargs)
         if key is not None and self._is_plain(call):
@@ -202,8 +208,11 @@ class DistributedAttention(nn.Module):
 
     def _attend(self, call: parts.AttentionCall, chunks: int, args, kwargs) -> Tensor:
         if self.local_attention is None:
-            return attend_over(call, chunks, *args, **kwargs)
-        run = functools.partial(self._by_function, call, chunks, args, kwargs)
+            return attend_over(call, chunks, *args, exchange=self.exchange, **kwargs)
+        if self.exchange == "keys":
+            run = functools.partial(self._by_keys, call, args, kwargs)
+        else:
+            run = functools.partial(self._by_function, call, chunks, args, kwargs)
         qkv, order = call.by_tokens(), parts.ORDERS[self.layout]
         if torch.compiler.is_compiling() or not _is_followed():
             return run(*qkv).permute(order)
@@ -235,6 +244,25 @@ class DistributedAttention(nn.Module):
         return torch.ops.deepsp.heads_to_seq_wait(
             leaving, shape[0][:1], [dim], batch, lens, rank, name, **how
         )[0]
+
+    def _by_keys(self, call: parts.AttentionCall, args, kwargs, q, k, v) -> Tensor:
+        (rank, _, name), lens = self.member, call.lens
+        rows = torch.cat([k.flatten(2), v.flatten(2)], 2)  # one message
+        rows = torch.ops.deepsp.all_gather(rows, 1, lens, "partial", rank, name)
+        first = sum(lens[:rank])
+        cell = parts.Cell((0, q.size(2)), ((first, first + lens[rank]),))
+        indices = local.indices(self._indices, q, cell)
+        pair = rows.split([x.flatten(2).size(2) for x in (k, v)], 2)
+        k, v = (x.unflatten(2, like.shape[2:]) for x, like in zip(pair, (k, v), strict=True))
+        with local.randomness_of(self.member, call.device):
+            return local.attend(
+                self.local_attention,
+                tuple(parts.ordered(x, self.layout) for x in (q, k, v)),
+                args,
+                kwargs | indices,
+                self._watch,
+                self.layout,
+            )
 
     def _pick_chunks(self, call: parts.AttentionCall, args, kwargs) -> int:
         if torch.compiler.is_compiling():
@@ -270,7 +298,7 @@ class DistributedAttention(nn.Module):
         )
         return self.picked
 
-    def _compare(self, call: parts.AttentionCall, deal: Deal | None, exchange: str) -> None:
+    def _compare(self, call: parts.AttentionCall, deal: Deal | None) -> None:
         s = self.layout.index("s")
         self._compared = compare_calls(
             "DistributedAttention",
@@ -284,5 +312,5 @@ class DistributedAttention(nn.Module):
             query_parts=self.query_parts,
             gradients=call.needs_gradient(),
             deal=None if deal is None else deal.digest,
-            exchange=exchange,
+            exchange=self.exchange,
         )
