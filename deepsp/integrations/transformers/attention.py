@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepsp.integrations.transformers import indexers
+from deepsp.integrations.transformers import caches
 from deepsp.integrations.transformers.arguments import check_arguments, settle
 from deepsp.integrations.transformers.cores import Core, core_of_chosen
 from deepsp.integrations.transformers.forward import Registration
+from deepsp.integrations.transformers.indexers import CHOSEN, Keys
 from deepsp.integrations.transformers.masks import Masks, Ranges
 from deepsp.integrations.transformers.selected import Selected, attend
 from deepsp.ranks.groups import member_of
@@ -36,9 +37,9 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Called by transformers: query [B, Hq, S_r, D], key and value [B, Hkv, S_r, D] to [B, S_r, Hq,
     D]."""
-    keys, core = indexers.keys_in(module), registration.core
-    if keys is not None:
-        chosen = {name: kwargs.pop(name, None) for name in indexers.CHOSEN}
+    cache, core = caches.cache_in(module), registration.core
+    if isinstance(cache, Keys):
+        keys, chosen = cache, {name: kwargs.pop(name, None) for name in CHOSEN}
         check_arguments(module, kwargs)
         if core not in ("auto", "sdpa"):
             more = {"dropout": dropout, "scaling": scaling, "s_aux": s_aux, **chosen}
@@ -91,8 +92,11 @@ def attention(
         mask = masks.mask_for("sdpa", query, module.config)
         arguments = {"attn_mask": mask, "is_causal": causal and mask is None}
         _check_masked(module, core, dropout, masks, softcap, s_aux, kv_chunk)
+    qkv = [x.transpose(1, 2) for x in (query, key, value)]
+    if cache is not None:  # of this rank's heads only
+        return cache.attend(*qkv, scaling, pattern, arguments["is_causal"], softcap, s_aux), None
     out = distributed_attention(
-        *(x.transpose(1, 2) for x in (query, key, value)),
+        *qkv,
         dropout_p=dropout,
         scale=scaling,
         enable_gqa=query.size(1) != key.size(1),

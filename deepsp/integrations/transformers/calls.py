@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 
 from deepsp.data import last_batch
-from deepsp.integrations.transformers import indexers, mixers, multimodal
+from deepsp.integrations.transformers import caches, mixers, multimodal
 from deepsp.integrations.transformers.check import (
     CALLED,
     CHECKED,
@@ -162,7 +162,7 @@ def _prepared(
     if isinstance(kwargs.get("attention_mask"), Masks):
         call.mask = kwargs.pop("attention_mask")
     if call.door is None:
-        indexers.prepare(model)
+        caches.prepare(model)
     if call.door is None and mixers.prepare(model):
         positions = mixers.positions_of(model, kwargs)
         call.has_mixers = True

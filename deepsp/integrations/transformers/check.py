@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deepsp.integrations.transformers import indexers, mixers, multimodal
+from deepsp.integrations.transformers import caches, mixers, multimodal
 from deepsp.integrations.transformers.arguments import COUNTS_OTHERWISE, masks_of
 from deepsp.integrations.transformers.forward import calling
+from deepsp.integrations.transformers.indexers import CHOSEN
 from deepsp.integrations.transformers.masks import ours
 from deepsp.sequence.tokenwise import probe
 from deepsp.sequence.tokenwise.probe import Probe, as_it_was, name_in
@@ -151,7 +152,7 @@ class _Check(Probe):
 
     def check(self) -> None:
         self.has_mixers = mixers.prepare(self.model)
-        indexers.prepare(self.model)
+        caches.prepare(self.model)
         self.has_door = multimodal.decoder_of(self.model) is not None
         arguments = self._arguments()
         self.check_batch_norms()
@@ -248,8 +249,8 @@ class _Check(Probe):
         from transformers import AttentionInterface
 
         def stand_in(module, query, key, value, attention_mask, position_ids=None, **kwargs):
-            keys = indexers.keys_in(module)
-            for n in _TAKEN if keys is None else (*_TAKEN, *indexers.CHOSEN):
+            keys = caches.cache_in(module)
+            for n in _TAKEN if keys is None else (*_TAKEN, *CHOSEN):
                 kwargs.pop(n, None)
             if keys is not None:
                 attention_mask, position_ids = keys.sequence, keys.positions

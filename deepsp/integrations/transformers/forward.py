@@ -14,6 +14,7 @@ from deepsp.ranks.groups import Member
 if TYPE_CHECKING:
     from deepsp.data.documents import Deal
     from deepsp.integrations.transformers.indexers import Keys
+    from deepsp.integrations.transformers.latents import Latents
     from deepsp.integrations.transformers.masks import Masks
     from deepsp.integrations.transformers.mixers import Sequence
     from deepsp.integrations.transformers.multimodal import Door
@@ -93,8 +94,8 @@ class _Running(threading.local):
         self.mixers: list[tuple[nn.Module, Sequence | None]] = []
         """The recurrent layers that run, also in a checkpoint's second forward, which is in no
         call of the model; None: in a check."""
-        self.keys: list[Keys] = []
-        """Likewise of attentions whose keys travel."""
+        self.caches: list[Keys | Latents] = []
+        """Likewise what attentions that run have as their caches."""
 
 
 running = _Running()

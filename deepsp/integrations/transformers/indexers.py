@@ -14,22 +14,18 @@ No mask or scores [S_r, S] are made in full: indexers and attention run for some
 from __future__ import annotations
 
 import contextlib
-import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
-from deepsp.integrations.transformers.arguments import settle
-from deepsp.integrations.transformers.forward import REGISTRATIONS, Registration, running
+from deepsp.integrations.transformers.forward import Registration
 from deepsp.integrations.transformers.masks import Masks
 from deepsp.integrations.transformers.mixers import Sequence
-from deepsp.ranks.groups import Member, member_of
+from deepsp.ranks.groups import Member
 
 ENTRIES = 2**26
 """How many scores of an indexer, or entries of a mask, are computed at a time."""
@@ -37,14 +33,10 @@ CHOSEN = ("indices", "block_indices")
 """The arguments that an attention gets from its indexer: the tokens, or blocks of tokens, that each
 query sees."""
 
-_PREPARED = "_deepsp_keys_travel"
-"""The attribute of attentions that have hooks."""
-_ONE_DOCUMENT = (
+ONE_DOCUMENT = (
     "expected one document in each row with {}, {}, got position_ids that start again; give each "
     "document a row of its own"
 )
-_FROM_THE_ROWS_BEGINNING = ("block_size", "compress_rate")
-"""Attributes of indexers and compressors that count blocks of tokens from a row's beginning."""
 
 
 class Rows:
@@ -102,7 +94,48 @@ class Keys:
         """The indexer's keys, once they are known and it runs for some queries at a time."""
         self._wants_keys = False
         # Qwen4's indexer takes its last keys for those of its queries, and reads all positions.
-        self.ends_with_queries = hasattr(_indexer_of(module), "compress_ratio")
+        self.ends_with_queries = hasattr(self._indexer, "compress_ratio")
+
+    @property
+    def _indexer(self) -> nn.Module | None:
+        return self.module.indexer
+
+    def enter(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Makes the module's indexer run as it does here, for this call. ``arguments``: of the
+        call. Returns those that change."""
+        if self._indexer is not None:
+            # Not for longer: a copy of the module must not keep it.
+            vars(self._indexer)["forward"] = partial(self.choose, self._indexer.forward)
+        changed: dict[str, Any] = {"attention_mask": self.mask(arguments["hidden_states"])}
+        if self.ends_with_queries:
+            embeddings = arguments["position_embeddings"]
+            changed["position_embeddings"] = tuple(
+                self._gathered(x, 1).expand(self.batch_size, -1, -1) for x in embeddings
+            )
+        return {**changed, "cache": self}
+
+    def leave(self) -> None:
+        if self._indexer is not None:
+            vars(self._indexer).pop("forward", None)
+
+    def check(self, registration: Registration) -> None:
+        """Raises for a sequence that the module can't work on."""
+        masks, cls = self.sequence, type(self.module).__name__
+        if isinstance(masks, Sequence):
+            if masks.documents is not None:
+                raise ValueError(ONE_DOCUMENT.format(cls, "which sees a row's tokens before"))
+            return
+        if masks.deal is not None or registration.kv_chunk is not None:
+            name, advice = "deal", "use shard_batch"
+            if masks.deal is None:
+                name, advice = "kv_chunk", "leave it out: attention runs for some queries at a time"
+            raise ValueError(
+                f"expected no {name} with {cls}, whose keys travel instead of heads, got one; "
+                f"{advice}"
+            )
+        if hasattr(self._indexer, "block_size") and masks.is_packed:
+            why = "whose indexer counts blocks from its beginning"
+            raise ValueError(ONE_DOCUMENT.format(cls, why))
 
     # ---- as a cache of transformers
 
@@ -124,9 +157,6 @@ class Keys:
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
         """[B, H, S_r, D] to [B, H, S, D], in one message."""
-        if v is k:  # DeepSeek V4
-            k = self._with_window(k)
-            return k, k
         if k.shape[:-1] != v.shape[:-1] or k.dtype != v.dtype:
             return self._gathered(k, 2), self._gathered(v, 2)
         both = self._gathered(torch.cat([k, v], -1), 2)
@@ -158,78 +188,6 @@ class Keys:
         x = torch.ops.deepsp.all_gather(x.contiguous(), dim, lens, "partial", rank, name)
         return x.narrow(dim, 0, self.first + self.count) if self.ends_with_queries else x
 
-    def positions_of_all(self, embeddings: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """[B or 1, S_r, D] each to [B, K, D]."""
-        return tuple(self._gathered(x, 1).expand(self.batch_size, -1, -1) for x in embeddings)
-
-    def _with_previous(self, x: Tensor, n: int, dim: int) -> Tensor:
-        rank, _, name = self.member
-        x = x.contiguous()
-        before = torch.ops.deepsp.previous_tokens(x, n, dim, self.lens, rank, name)
-        return torch.cat([before, x], dim)
-
-    # ---- as DeepSeek V4's caches, whose compressors make one entry of a window of tokens
-
-    @property
-    def _compressor(self) -> nn.Module:
-        return self.module.compressor
-
-    @property
-    def window(self) -> range:
-        """The tokens of :meth:`update`'s keys that DeepSeek V4's queries see, besides entries."""
-        first = max(0, self.first - self.module.sliding_window + 1)
-        return range(first, self.first + self.count)
-
-    def _with_window(self, k: Tensor) -> Tensor:
-        if self.is_check:
-            return k
-        k = self._with_previous(k, self.module.sliding_window - 1, 2)
-        return k[:, :, -len(self.window) :]
-
-    def _entries(self) -> list[range]:
-        """The windows whose last token each rank has."""
-        rate, ends = self._compressor.compress_rate, [0]
-        for count in self.lens:
-            ends.append(ends[-1] + count)
-        return [range(a // rate, b // rate) for a, b in itertools.pairwise(ends)]
-
-    def store_compression_weights(
-        self, name: str, kv: Tensor, gate: Tensor
-    ) -> tuple[Tensor, Tensor, int]:
-        """[B, S_r, D] each to the tokens of this rank's windows, and the place of the first.
-
-        Where windows overlap, the window before them is the first; its entry is left out later.
-        """
-        if self.is_check or (name == "indexer" and self.indexed is not None):
-            return kv[:, :0], gate[:, :0], 0
-        rate, overlap = self._compressor.compress_rate, hasattr(self._compressor, "indexer")
-        windows, n = self._entries()[self.member[0]], (2 * rate if overlap else rate) - 1
-        self._before = int(overlap and windows.start > 0)
-        both = self._with_previous(torch.cat([kv, gate], -1), n, 1)
-        self._anchor = both
-        if len(windows) == 0:
-            return kv[:, :0], gate[:, :0], 0
-        begin, end = (windows.start - self._before) * rate, windows.stop * rate
-        both = both[:, n + begin - self.first : n + end - self.first]
-        return *both.split([kv.size(-1), gate.size(-1)], -1), begin
-
-    def update_overlap_state(self, *_) -> tuple[None, None]:
-        return None, None
-
-    def update_compressor_states(self, name: str, entries: Tensor) -> Tensor:
-        """[B, n, D] to the entries of all ranks."""
-        if self.is_check:
-            return entries
-        if name == "indexer" and self.indexed is not None:
-            return self.indexed
-        # Backward sends, so it runs on ranks without an entry, too.
-        entries = entries[:, self._before :] if entries.size(1) > 0 else entries
-        entries = torch.cat([self._anchor[:, :0, : entries.size(2)].to(entries.dtype), entries], 1)
-        counts = [len(windows) for windows in self._entries()]
-        if name == "indexer":
-            return self._of_indexer(entries, 1, counts)
-        return self._gathered(entries, 1, counts)
-
     def by_token(self) -> Tensor | int:
         """In a check: a number for each token, [B, 1, S, 1], that depends on the indexer's keys."""
         if self.indexed is None:
@@ -254,12 +212,7 @@ class Keys:
             if self.is_check:
                 return torch.ones(last, last, device=hidden.device).tril().bool()[None, None]
             return self.sequence.rows(self.first, self.count, hidden.device, range(last))
-        if self.is_check or not hasattr(self.module, "compressor"):
-            return rows
-        # DeepSeek V4 appends that of its entries.
-        seen = self.sequence.rows(self.first, self.count, hidden.device, self.window)
-        mask = torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device)
-        return mask.masked_fill(~seen, torch.finfo(hidden.dtype).min)
+        return rows
 
     # ---- some queries at a time
 
@@ -309,108 +262,3 @@ class Keys:
 
 def _heads_of(config: Any) -> int:
     return max(getattr(config, name, 1) or 1 for name in ("index_n_heads", "indexer_n_heads"))
-
-
-# ------------------------------------------------------------------- in a model
-
-
-def keys_travel(module: nn.Module) -> bool:
-    """Whether a module is an attention that chooses among compressed keys, of its own or as the
-    attention before did."""
-    forward = inspect.unwrap(type(module).forward)
-    names = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
-    if "update" not in names or names.isdisjoint({"indexer", "compressor"}):
-        return False
-    # Layers of some models choose as the layer before did, and DeepSeek V4's may have windows only.
-    may_have_none = "prev_topk_indices" in inspect.signature(forward).parameters
-    return may_have_none or "compressor" in names or module.indexer is not None
-
-
-def prepare(model: nn.Module) -> None:
-    """Gives those attentions of a model hooks, which do nothing with other attention than
-    deepsp's."""
-    for module in model.modules():
-        if not hasattr(module, _PREPARED) and keys_travel(module):
-            module.register_forward_pre_hook(_enter, with_kwargs=True)
-            module.register_forward_hook(_leave, always_call=True)
-            object.__setattr__(module, _PREPARED, True)
-
-
-def keys_in(module: nn.Module) -> Keys | None:
-    """What an attention that runs has as its cache, if its keys travel."""
-    if running.keys and running.keys[-1].module is module:
-        return running.keys[-1]
-    return None
-
-
-def _indexer_of(module: nn.Module) -> nn.Module | None:
-    holder = getattr(module, "compressor", module)
-    return getattr(holder, "indexer", None)
-
-
-@_disable_dynamo
-def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-    registration, is_check = (
-        REGISTRATIONS.get(module.config._attn_implementation),
-        running.forward.is_check,
-    )
-    if registration is None:
-        return None
-    names = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-    kwargs |= zip([*names][1:], args, strict=False)
-    hidden = kwargs["hidden_states"]
-    given, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if isinstance(positions, Tensor) and positions.dim() != 2:
-        positions = None  # of several axes: the mask knows the tokens' places
-    member, lens = None, [hidden.size(1)]
-    if not is_check:
-        member = member_of(registration.member)
-        if isinstance(given, Sequence):
-            given.exchange(hidden)
-            lens = given.lens
-        else:
-            given = settle(module, hidden[:, None], given, positions, member)
-            positions, lens = given.of_call if positions is None else positions, given.seq_lens
-    keys = Keys(module, given, lens, member, hidden, positions)
-    if not is_check:
-        _check(keys, registration)
-    running.keys.append(keys)
-    indexer = _indexer_of(module)
-    if indexer is not None:
-        # For this call only: a copy of the module must not keep it.
-        vars(indexer)["forward"] = partial(keys.choose, indexer.forward)
-    if keys.ends_with_queries:
-        kwargs["position_embeddings"] = keys.positions_of_all(kwargs["position_embeddings"])
-    return (), {**kwargs, "attention_mask": keys.mask(hidden), "cache": keys}
-
-
-def _check(keys: Keys, registration: Registration) -> None:
-    masks, cls = keys.sequence, type(keys.module).__name__
-    if isinstance(masks, Sequence):
-        if masks.documents is not None:
-            raise ValueError(_ONE_DOCUMENT.format(cls, "which sees all of a row's tokens before"))
-        return
-    if masks.deal is not None or registration.kv_chunk is not None:
-        name, advice = "deal", "use shard_batch"
-        if masks.deal is None:
-            name, advice = "kv_chunk", "leave it out: its attention runs for some queries at a time"
-        raise ValueError(
-            f"expected no {name} with {cls}, whose keys travel instead of heads, got one; {advice}"
-        )
-    blocks = getattr(keys.module, "compressor", None) or _indexer_of(keys.module)
-    counts = next((n for n in _FROM_THE_ROWS_BEGINNING if hasattr(blocks, n)), None)
-    if counts is not None and masks.is_packed:
-        raise ValueError(_ONE_DOCUMENT.format(cls, f"whose {counts} counts tokens from its first"))
-    if counts == "compress_rate" and min(keys.lens) < 2:
-        raise ValueError(
-            f"expected two tokens or more on each rank with {cls}, which takes one token for a "
-            f"step of generation, got {keys.lens} by rank; pad the batch"
-        )
-
-
-def _leave(module: nn.Module, args: tuple, output: Any) -> None:
-    if keys_in(module) is not None:
-        running.keys.pop()
-        indexer = _indexer_of(module)
-        if indexer is not None:
-            vars(indexer).pop("forward", None)
