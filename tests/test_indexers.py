@@ -33,10 +33,6 @@ ONE_DOCUMENT = [*indexed.BLOCKS, "glm5_next"]
 """Models whose rows have one document each."""
 
 
-def _set(model, name, attention):
-    model.set_attn_implementation(attention if name in indexed.TEXT else {"text_config": attention})
-
-
 def _shards(name, batch):
     at = "decoder" if name in indexed.AROUND else "inputs"
     return deepsp.shard_batch(batch, shard_at=at)[0]
@@ -96,7 +92,7 @@ def _equals(name):
         loss = _alone(model, name, indexed.batch(kind))
         loss.backward()
         expected[kind] = loss.item(), _gradients(model)
-    _set(model, name, "deepsp")
+    indexed.attend_by(model, name, "deepsp")
     for kind in expected:
         _compare(kind, _sharded(model, name, indexed.batch(kind)), model, expected[kind])
     if name in ONE_DOCUMENT:
@@ -123,12 +119,12 @@ def _equals(name):
     with torch.no_grad():
         for p in other.parameters():
             p.add_(1e-3)
-    _set(other, name, before)
+    indexed.attend_by(other, name, before)
     wanted = _alone(other, name, indexed.batch("plain")).item()
-    _set(other, name, "deepsp")
+    indexed.attend_by(other, name, "deepsp")
     loss = _sharded(other, name, indexed.batch("plain")).item()
     assert abs(loss - wanted) < 1e-12 * wanted
-    _set(model, name, before)
+    indexed.attend_by(model, name, before)
     model.eval()
     with torch.no_grad():
         loss = _alone(model, name, indexed.batch("plain")).item()
@@ -164,6 +160,22 @@ def test_five_ranks(name):
     on_ranks(5, _equals, name, apart="hybrid")
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("deepseek_v3", 2),
+        ("minicpm3", 2),
+        *(
+            pytest.param(name, ranks, marks=pytest.mark.nightly)
+            for name in indexed.LATENT
+            for ranks in (2, 3, 5)  # of 5, some split heads' queries
+        ),
+    ],
+)
+def test_latents(name, ranks):
+    on_ranks(ranks, _equals, name, apart="hybrid")
+
+
 # ------------------------------------------------------------------- what is sent
 
 
@@ -172,13 +184,18 @@ class _Sent(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.numbers = {"all_gather": 0, "_rows": 0}
+        self.numbers = {"all_gather": 0, "_rows": 0, "seq_to_heads": 0}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.split(".")[0].removesuffix("_start")
         if name in self.numbers:
-            self.numbers[name] += args[0].numel()
+            given = args[0] if isinstance(args[0], list) else args[:1]
+            self.numbers[name] += sum(x.numel() for x in given)
         return function(*args, **(kwargs or {}))
+
+
+class _Adapted(torch.nn.Linear):
+    pass
 
 
 def _bytes():
@@ -198,6 +215,22 @@ def _bytes():
             model(**_shards(name, batch))
         positions = deepsp.shard_batch(batch)[0]["position_ids"].numel()
         assert sent.numbers["all_gather"] == expected * tokens + positions, name
+
+    # Latents, and queries and outputs by heads; keys and values instead where adapters are around
+    # the layer that makes them, and where heads' queries are split (3 ranks).
+    model = indexed.make("deepseek_v3")
+    model.set_attn_implementation("deepsp")
+    with torch.no_grad(), _Sent() as sent:
+        model(**_shards("deepseek_v3", batch))
+    travel = dist.get_world_size() == 2
+    assert sent.numbers["all_gather"] == travel * 3 * (16 + 8) * tokens + positions
+    assert sent.numbers["seq_to_heads"] == 3 * 4 * (16 + (not travel) * 32) * tokens
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = _Adapted
+    with torch.no_grad(), _Sent() as sent:
+        model(**_shards("deepseek_v3", batch))
+    assert sent.numbers["all_gather"] == positions
+    assert sent.numbers["seq_to_heads"] == 3 * 4 * (16 + 16 + 16) * tokens
 
     # A window, the tokens before a rank's own windows, and entries.
     model = indexed.make("deepseek_v4")

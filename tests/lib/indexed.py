@@ -1,4 +1,5 @@
-"""Tiny models of transformers whose attention chooses keys by an indexer, by name.
+"""Tiny models of transformers whose keys are compressed, by name: those whose attention chooses
+among them by an indexer, and others.
 
 ``make(name)`` builds one whose indexers choose among a row's tokens, ``batch(kind, ...)`` what it
 is called with.
@@ -169,6 +170,21 @@ AROUND: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Vision-language models: their text and their tower."""
 NAMES = [*TEXT, *AROUND]
+_LATENT = {name: x for name, x in _MLA.items() if name not in {*_INDEX, "mlp_layer_types"}}
+LATENT: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(["deepseek_v3", "minicpm3", "deepseek_v2"], _LATENT),
+    **dict.fromkeys(["glm4_moe_lite", "axk1", "youtu"], _LATENT),
+    "longcat_flash": {
+        **_LATENT,
+        "head_dim": 8,
+        "num_layers": 1,
+        "ffn_hidden_size": 48,
+        "expert_ffn_hidden_size": 16,
+        "moe_topk": 2,
+        "zero_expert_num": 1,
+    },
+}
+"""Models without an indexer whose keys and values are made from latents."""
 BLOCKS = ["minimax_m3_vl_text", "deepseek_v4"]
 """Those whose blocks of tokens are counted from a row's beginning, for which rows aren't packed."""
 EAGER = ["hy_v4", "hy_v4_vl", "deepseek_v4"]
@@ -178,20 +194,25 @@ EAGER = ["hy_v4", "hy_v4_vl", "deepseek_v4"]
 def make(name: str) -> Any:
     """A model with weights of its seed, in the default dtype, with transformers' attention."""
     torch.manual_seed(0)
-    if name in TEXT:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **TEXT[name]))
+    text = {**TEXT, **LATENT}.get(name)
+    if text is not None:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **text))
     else:
         text, vision = AROUND[name]
         config = AutoConfig.for_model(name, text_config=text, vision_config=vision)
         model = AutoModelForImageTextToText.from_config(config)
     model = model.to(torch.get_default_dtype()).train()
-    model.set_experts_implementation("batched_mm")
-    attention = "eager" if name in EAGER else "sdpa"
-    model.set_attn_implementation(attention if name in TEXT else {"text_config": attention})
+    if name not in ("minicpm3", "youtu"):
+        model.set_experts_implementation("batched_mm")
+    attend_by(model, name, "eager" if name in EAGER else "sdpa")
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1)
     return model
+
+
+def attend_by(model: Any, name: str, attention: str) -> None:
+    model.set_attn_implementation({"text_config": attention} if name in AROUND else attention)
 
 
 def batch(kind: str = "plain", length: int = LENGTH) -> dict[str, torch.Tensor]:
