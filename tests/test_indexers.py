@@ -345,6 +345,92 @@ def test_refused():
     on_ranks(2, _refused, apart="hybrid")
 
 
+# ------------------------------------------------------------------- the compile pass
+
+
+def _compiled(name, kind):
+    in_float64()
+    torch._dynamo.reset()
+    model, batch = indexed.make(name), indexed.batch(kind)
+    loss = model(**batch).loss
+    loss.backward()
+    expected = loss.item(), _gradients(model)
+    options = {"inner": "aot_eager"}
+    compiled = torch.compile(model, backend="deepsp", fullgraph=True, options=options)
+    loss = compiled(**deepsp.prepare_inputs(batch)).loss
+    loss.backward()
+    _compare(kind, loss, model, expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("deepseek_v32", "left"),
+        ("hy_v4", "left"),
+        *((n, "plain") for n in ("glm_moe_dsa", "axk2", "dots3_note_text", "minimax_m3_vl_text")),
+    ],
+)
+def test_compiled(name, kind):
+    on_ranks(2, _compiled, name, kind, apart="hybrid")
+
+
+class _Chooses(torch.nn.Module):
+    """Attention to the best three of the tokens before, of a latent's."""
+
+    def __init__(self, dropout=0.0, of_keys=False):
+        super().__init__()
+        self.q, self.latent, self.kv = (torch.nn.Linear(*n) for n in ((16, 16), (16, 6), (6, 32)))
+        self.index = torch.nn.Linear(16, 4)
+        self.dropout, self.of_keys = dropout, of_keys
+
+    def forward(self, x, labels):
+        heads = (-1, 2, 8)
+        q = self.q(x).unflatten(-1, heads[1:]).transpose(1, 2)
+        k, v = self.kv(self.latent(x)).unflatten(-1, (2, 16)).transpose(1, 2).split(8, -1)
+        with torch.no_grad():
+            keys = self.index(x)
+            scores = torch.relu(keys @ keys.transpose(1, 2))
+            n = torch.arange(x.size(1))
+            scores = scores.masked_fill(n > n[:, None], float("-inf"))
+            chosen = scores.topk(min(3, x.size(1)), -1).indices
+            seen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True)
+            mask = (seen & (n <= n[:, None]))[:, None]
+            if self.of_keys:
+                mask = keys[:, None, None, :, 0] > 0
+        out = F.scaled_dot_product_attention(q, k, v, mask, self.dropout)
+        out = out.transpose(1, 2).flatten(2)
+        return F.cross_entropy(out.flatten(0, 1), labels.flatten())
+
+
+def _pass_by_keys():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = _Chooses().double()
+    x = torch.randn(2, 13, 16, dtype=torch.float64)
+    labels = torch.randint(0, 16, (2, 13))
+    loss = model(x, labels)
+    loss.backward()
+    expected = loss.item(), _gradients(model)
+    options = {"inner": "aot_eager"}
+    given = deepsp.prepare_inputs({"x": x, "labels": labels})
+    for module, message in (
+        (_Chooses(dropout=0.5), "each rank has the mask of its queries"),
+        (_Chooses(of_keys=True), "got one computed from other sharded tokens"),
+    ):
+        with pytest.raises(Exception, match=message):
+            torch.compile(module.double(), backend="deepsp", options=options)(**given)
+    compiled = torch.compile(model, backend="deepsp", fullgraph=True, options=options)
+    loss = compiled(**given)
+    loss.backward()
+    _compare("pass", loss, model, expected)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_the_pass_takes_a_mask_of_queries(ranks):
+    on_ranks(ranks, _pass_by_keys)
+
+
 # ------------------------------------------------------------------- trainers
 
 

@@ -44,6 +44,7 @@ def attention(
         if core not in ("auto", "sdpa"):
             more = {"dropout": dropout, "scaling": scaling, "s_aux": s_aux, **chosen}
             return core_of_chosen(core, keys, query, key, value, more), None
+        chosen["has_sinks"] = s_aux is not None
         mask = Selected(keys, attention_mask, query, key.size(2), **chosen)
         return attend(query, key, value, mask, dropout, scaling, s_aux), None
     member = member_of(registration.member)

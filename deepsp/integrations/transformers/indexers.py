@@ -53,9 +53,14 @@ class Rows:
         """As ``mask[:, 0]``, which models write to take the dimension of heads away."""
         return Rows(self.masks, self.first, self.count, self.device, 3)
 
-    def part(self, queries: range) -> Tensor:
-        mask = self.masks.rows(self.first + queries.start, len(queries), self.device)
+    def part(self, queries: range, keys: range | None = None) -> Tensor:
+        """That of some queries; ``keys``: of these only."""
+        mask = self.masks.rows(self.first + queries.start, len(queries), self.device, keys)
         return mask if self.dims == 4 else mask[:, 0]
+
+    @property
+    def is_causal(self) -> bool:
+        return self.masks.user_mask is None  # other models with indexers aren't known
 
 
 class _KeysKnown(Exception):

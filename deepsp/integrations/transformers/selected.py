@@ -22,10 +22,8 @@ class Selected:
         length: K.
         indices: [B, S_r, k], the tokens that each query sees; those below 0 are none.
         block_indices: [B, H, S_r, k], likewise blocks of tokens, by the indexer's heads.
+        has_sinks: whether a first key is seen by all.
     """
-
-    has_sinks = False
-    """Whether a last key is seen by all."""
 
     def __init__(
         self,
@@ -35,18 +33,26 @@ class Selected:
         length: int,
         indices: Tensor | None = None,
         block_indices: Tensor | None = None,
+        has_sinks: bool = False,
     ):
         self.keys, self.mask, self.dtype, self.length = keys, mask, like.dtype, length
-        self.indices, self.block_indices = indices, block_indices
+        self.indices, self.block_indices, self.has_sinks = indices, block_indices, has_sinks
+
+    def seen(self, queries: range) -> int:
+        """How many keys, from the first on, these queries may see."""
+        causal = isinstance(self.mask, Rows) and self.mask.is_causal
+        # A mask by blocks is added, and padding, which sees nothing, gets the mean of all.
+        causal = causal and self.block_indices is None
+        return self.keys.first + queries.stop if causal else self.length
 
     def part(self, queries: range) -> Tensor:
-        mask = self._seen(queries)
-        return F.pad(mask, (0, 1), value=mask.dtype == torch.bool) if self.has_sinks else mask
+        mask = self._part(queries, self.seen(queries))
+        return F.pad(mask, (1, 0), value=mask.dtype == torch.bool) if self.has_sinks else mask
 
-    def _seen(self, queries: range) -> Tensor:
+    def _part(self, queries: range, length: int) -> Tensor:
         here, mask = slice(queries.start, queries.stop), self.mask
         if isinstance(mask, Rows):
-            mask = mask.part(queries)
+            mask = mask.part(queries, range(length))
         else:
             mask = mask[:, :, here]
             mask = mask if mask.dtype == torch.bool else mask == 0
@@ -54,13 +60,13 @@ class Selected:
             positions = self.keys.positions.expand(mask.size(0), -1)[:, here]
             blocks = self.block_indices[:, :, here]
             make = self.keys.module.indexer.build_block_mask
-            return make(blocks, mask, self.length, self.dtype, mask.device, positions)
+            return make(blocks, mask, length, self.dtype, mask.device, positions)
         if self.indices is None:
             return mask
         indices = self.indices[:, here].long()
-        indices = torch.where(indices < 0, self.length, indices)
-        chosen = indices.new_zeros(*indices.shape[:2], self.length + 1, dtype=torch.bool)
-        chosen = chosen.scatter_(-1, indices, True)[:, None, :, : self.length]
+        indices = indices.masked_fill((indices < 0) | (indices >= length), length)
+        chosen = indices.new_zeros(*indices.shape[:2], length + 1, dtype=torch.bool)
+        chosen = chosen.scatter_(-1, indices, True)[:, None, :, :length]
         if mask.dtype == torch.bool:
             return mask & chosen
         return mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
@@ -83,9 +89,10 @@ def attend(
     heads = query.size(1)
     if sinks is not None:
         query, key, value = _with_sinks(query, key, value, sinks / scaling)
-        mask.has_sinks = True
 
     def some(q: Tensor, k: Tensor, v: Tensor, queries: range) -> Tensor:
+        length = mask.seen(queries) + mask.has_sinks
+        k, v = k[:, :, :length], v[:, :, :length]
         return F.scaled_dot_product_attention(
             q, k, v, mask.part(queries), dropout, scale=scaling, enable_gqa=heads != k.size(1)
         )
@@ -106,10 +113,10 @@ def attend(
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One more key, whose score is each head's sink, and whose value is 0: in features of their own
-    (8, as kernels want them), queries have the sink and that key has 1."""
+    """One more key, the first, whose score is each head's sink, and whose value is 0: in features
+    of their own (8, as kernels want them), queries have the sink and that key has 1."""
     sinks = sinks.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
     query = torch.cat([query, F.pad(sinks, (0, 7))], -1)
-    last = F.pad(key.new_ones(*key.shape[:2], 1, 1), (key.size(-1), 7))
-    key = torch.cat([F.pad(key, (0, 8)), last], 2)
-    return query, key, F.pad(value, (0, 0, 0, 1))
+    first = F.pad(key.new_ones(*key.shape[:2], 1, 1), (key.size(-1), 7))
+    key = torch.cat([first, F.pad(key, (0, 8))], 2)
+    return query, key, F.pad(value, (0, 0, 1, 0))

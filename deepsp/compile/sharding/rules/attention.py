@@ -44,10 +44,7 @@ def attention(call: Call) -> Tokens:
         )
     mask = call["attn_mask"]
     if mask is not None and call.graph.values[mask].full is None:
-        call.refuse(
-            f"expected its mask, {mask.name}, to be computed from replicated inputs, got one "
-            "computed from sharded tokens"
-        )
+        return _by_keys(call, q, k, v, mask)
     if of_q.sequence != of_k.sequence and call["is_causal"]:
         call.refuse(_CAUSAL)
     if of_q.order == JOINED and call["is_causal"]:
@@ -74,6 +71,25 @@ def _to_full(call: Call, q, k, v) -> Tokens:
         one = dim < 0 or (isinstance(shape[dim], int) and shape[dim] == 1)
         call.want(mask, None if one else tokens.at(dim))
     return tokens
+
+
+def _by_keys(call: Call, q, k, v, mask) -> Tokens:
+    """A mask of which each rank has the rows of its queries: an indexer chose their keys. Queries
+    stay, and keys and values are gathered."""
+    of_mask, of_q = call.tokens(mask), call.tokens(q)
+    if of_mask.plain.at(of_q.dim) != of_q.plain or of_mask.dim != len(call.shape(mask)) - 2:
+        call.refuse(
+            f"expected its mask, {mask.name}, to be computed from replicated inputs, or to have "
+            "the tokens of the query in its second last dimension, got one computed from other "
+            "sharded tokens"
+        )
+    if call["dropout_p"]:
+        call.refuse("each rank has the mask of its queries, and all would drop the same weights")
+    call.gather(k)
+    call.gather(v)
+    call.want(mask, of_mask)
+    call.decision = "keys and values of all ranks, for a mask of this rank's queries"
+    return of_q
 
 
 def _of_full(call: Call, q, k, v, tokens: Tokens) -> None:
