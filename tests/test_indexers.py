@@ -160,6 +160,31 @@ def test_five_ranks(name):
     on_ranks(5, _equals, name, apart="hybrid")
 
 
+def _images():
+    in_float64()
+    register()
+    name, batch = "mistral_large4", indexed.batch("plain")
+    model = indexed.make(name)
+    token = model.config.image_token_id
+    ids = batch["input_ids"].masked_fill(batch["input_ids"] == token, 11)
+    ids[0, 13:17] = ids[1, 4:8] = token  # in the middle, and in the first rank's part
+    batch |= {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == token, -100),
+        "pixel_values": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(1)),
+        "image_sizes": torch.tensor([[8, 8], [8, 8]]),
+    }
+    loss = _alone(model, name, batch)
+    loss.backward()
+    expected = loss.item(), _gradients(model)
+    indexed.attend_by(model, name, "deepsp")
+    _compare("images", _sharded(model, name, batch), model, expected)
+
+
+def test_images():
+    on_ranks(2, _images, apart="hybrid")
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
@@ -333,6 +358,13 @@ def _refused():
     own.set_attn_implementation("deepsp")
     with pytest.raises(ValueError, match=r"indexer\.wk"):
         own(**_shards("deepseek_v32", batch))
+
+    # N-grams of ids, in Qwen4's layers with embeddings of their own.
+    ple = {"ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_size": 2, "ngram_vocab_size_base": 20}
+    ngrams = indexed.make("qwen4_exp_text", **ple)
+    ngrams.set_attn_implementation("deepsp")
+    with pytest.raises(ValueError, match=r"layers\.0\.ple"):
+        ngrams(**_shards("deepseek_v32", batch))
 
     model = indexed.make("deepseek_v4")
     model.set_attn_implementation("deepsp")

@@ -191,12 +191,13 @@ EAGER = ["hy_v4", "hy_v4_vl", "deepseek_v4"]
 """Those that transformers computes by "eager" only."""
 
 
-def make(name: str) -> Any:
-    """A model with weights of its seed, in the default dtype, with transformers' attention."""
+def make(name: str, **more: Any) -> Any:
+    """A model with weights of its seed, in the default dtype, with transformers' attention.
+    ``more``: of a text model's configuration."""
     torch.manual_seed(0)
     text = {**TEXT, **LATENT}.get(name)
     if text is not None:
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **text))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **text, **more))
     else:
         text, vision = AROUND[name]
         config = AutoConfig.for_model(name, text_config=text, vision_config=vision)
