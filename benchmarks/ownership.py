@@ -5,6 +5,8 @@ the left each rank has some tokens of all heads, on the right all tokens of some
 drawn is what the layout ops say, which all of deepsp uses: torch.ops.deepsp.token_split and
 head_split. A kv head that several ranks' query heads read has stripes of all their colours: a copy
 of it goes to each of them. Dark lines are the borders of the blocks that travel.
+
+With --keys: who computes which scores where keys travel instead, and which keys an indexer chose.
 """
 
 from __future__ import annotations
@@ -140,6 +142,43 @@ def draw_sides(layout: Layout, before, after) -> None:
     grid(after, layout, "after: all tokens, my heads")
 
 
+def draw_keys(tokens: int, ranks: int, chosen: int, file: Path) -> None:
+    """Scores by query and key: a row has the colour of its rank, a chosen key a darker one."""
+    lens = torch.ops.deepsp.token_split(tokens, ranks)
+    owner = [rank for rank, n in enumerate(lens) for _ in range(n)]
+    scores = torch.rand(tokens, tokens, generator=torch.Generator().manual_seed(3))
+    with bench.picture(file, 1, 1, dpi=130, figsize=(5.4, 4.9)) as (_, axes):
+        for query in range(tokens):
+            best = scores[query, : query + 1].topk(min(chosen, query + 1)).indices.tolist()
+            for key in range(query + 1):
+                alpha = 1.0 if key in best else 0.18
+                axes.fill_between(
+                    (key, key + 0.92),
+                    query,
+                    query + 0.92,
+                    color=COLOURS[owner[query]],
+                    alpha=alpha,
+                    lw=0,
+                )
+        for rank, count in enumerate(lens):
+            first = sum(lens[:rank])
+            look = {"color": COLOURS[rank], "weight": "bold"}
+            axes.text(-0.6, first + count / 2, f"rank {rank}", ha="right", va="center", **look)
+            axes.text(first + count / 2, -0.6, f"rank {rank}", ha="center", va="bottom", **look)
+            if first:
+                axes.hlines(first - 0.04, 0, tokens, color="#333333", linewidth=1)
+                axes.vlines(first - 0.04, 0, tokens, color="#333333", linewidth=1)
+        axes.set(xlim=(-0.1, tokens), ylim=(tokens, -0.1), aspect="equal")
+        axes.set_xlabel("keys: gathered from all ranks")
+        axes.set_ylabel("queries: each on its rank", labelpad=64)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.spines[:].set_visible(False)
+        axes.text(
+            tokens * 0.98, tokens * 0.42, "later tokens:\nnot seen", ha="right", color="#777777"
+        )
+
+
 def main() -> None:
     parser = bench.parser_of(
         __doc__,
@@ -148,6 +187,7 @@ def main() -> None:
         kv_heads=(2, "key and value heads"),
         ranks=(3, "that share the sequence"),
         output=(Path(__file__).parents[1] / "docs" / "ownership.png", "the picture"),
+        keys=(0, "draw scores by query and key, of which as many are chosen for each query"),
     )
     args = parser.parse_args()
     if not 1 <= args.ranks <= len(COLOURS):
@@ -157,6 +197,9 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     args.output.parent.mkdir(parents=True, exist_ok=True)
+    if args.keys:
+        draw_keys(args.tokens, args.ranks, args.keys, args.output)
+        return
     draw(layout, args.output)
     print(f"tokens of each rank: {layout.tokens}")
     for rank, (q, kv) in enumerate(zip(layout.heads, layout.kv_heads, strict=True)):

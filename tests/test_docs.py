@@ -418,6 +418,26 @@ def _ops():
     torch.testing.assert_close(names["convolved"], expected)
 
 
+def _sparse():
+    rank, lens = dist.get_rank(), [9, 4]
+    names = run("sparse", {})
+    torch.manual_seed(0)
+    model = names["SparseAttention"](16, 2, 4)
+    whole = torch.randn(2, 13, 16)
+    x = whole.split(lens, 1)[rank]
+    model(x, lens).square().sum().backward()
+    deepsp.sync_gradients(model)
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    alone = dist.new_subgroups(1)[0]
+    model.attend = deepsp.DistributedAttention(names["attend"], alone, exchange="keys")
+    model(whole).square().sum().backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys() and len(expected) == 10
+    for n, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[n], msg=n)
+
+
 def test_every_public_op_has_a_call():
     text = "\n".join(snippets("ops"))
     found = {
@@ -444,6 +464,7 @@ RUNS = {
     "gradients": (_gradients, 2),
     "memory": (_memory, 1),
     "hybrid": (_hybrid, 2),
+    "sparse": (_sparse, 2),
     "mixed-lengths": (_mixed_lengths, 2),
     "diffusers": (_diffusers, 2),
     "multimodal": (_multimodal, 2),
