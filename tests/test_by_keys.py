@@ -211,6 +211,18 @@ def _function():
             dist.all_reduce(x)
             torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
+    # Of different dtypes, in messages of their own.
+    ids = torch.arange(1000, 1000 + 23).expand(2, -1)[..., None, None]
+
+    def same(q, ids, latents, query_indices):
+        assert ids.dtype == torch.int64 and latents.dtype == torch.bfloat16
+        assert torch.equal(ids[:, query_indices, 0, 0], ids[:, here, 0, 0])
+        assert torch.equal(ids[0, :, 0, 0], torch.arange(1000, 1000 + 23))
+        return q
+
+    module = deepsp.DistributedAttention(same, exchange="keys")
+    module(inputs[0][:, here], ids[:, here], inputs[1][:, here].bfloat16(), seq_lens=lens)
+
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_function_of_ones_own(ranks):
@@ -264,7 +276,7 @@ def _errors():
         deepsp.DistributedAttention(exchange="keys")(q, q, q, deal=deal)
     for arguments, match in (
         ({"exchange": "values"}, r"expected exchange to be one of \['heads', 'keys', 'auto'\]"),
-        ({"exchange": "keys", "chunks": 2}, "expected no chunks with exchange 'keys', got 2"),
+        ({"exchange": "keys", "chunks": 2}, "expected chunks=1 with exchange 'keys', got 2"),
         (
             {"exchange": "keys", "local_attention": lambda q, k, v: q},
             "expected a local_attention that declares an argument query_indices",

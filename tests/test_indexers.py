@@ -319,9 +319,92 @@ def _with_core():
     model.set_attn_implementation("deepsp")
     _compare("mask", _sharded(model, "deepseek_v32", batch), model, expected)
 
+    # One row of padding for all queries.
+    padding = torch.ones(2, 1, 1, 29, dtype=torch.bool)
+    padding[1, ..., :4] = False
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        rows = padding & torch.ones(29, 29, dtype=torch.bool)
+        batch = indexed.batch("plain") | {"attention_mask": padding}
+        model.set_attn_implementation("sdpa")
+        expected = _alone(model, "deepseek_v32", batch).item()
+        assert expected == _alone(model, "deepseek_v32", batch | {"attention_mask": rows}).item()
+        model.set_attn_implementation("deepsp")
+        loss = model(**_shards("deepseek_v32", batch)).loss.item()
+        assert abs(loss - expected) < 1e-12 * loss
+
+    # Latents, with scaled_dot_product_attention and a mask of padding.
+    model, batch = indexed.make("deepseek_v3"), indexed.batch("left")
+    loss = _alone(model, "deepseek_v3", batch)
+    loss.backward()
+    expected = loss.item(), _gradients(model)
+    register(core="sdpa")
+    model.set_attn_implementation("deepsp")
+    _compare("sdpa", _sharded(model, "deepseek_v3", batch), model, expected)
+
 
 def test_other_cores_and_masks():
     on_ranks(2, _with_core, apart="hybrid")
+
+
+def _ranks_alike():
+    """Ranks call submodules as often, and have gradients of the same weights: wrappers that shard
+    weights send in both."""
+    in_float64()
+    register()
+    size = dist.get_world_size()
+
+    def same(value):
+        everyone = [None] * size
+        dist.all_gather_object(everyone, value)
+        assert all(x == everyone[0] for x in everyone), everyone
+
+    # 13 tokens: of the entries of 8 tokens, one rank has the only one.
+    model, batch = indexed.make("deepseek_v4"), indexed.batch("plain", 13)
+    loss = _alone(model, "deepseek_v4", batch)
+    loss.backward()
+    expected = loss.item(), _gradients(model)
+    model.set_attn_implementation("deepsp")
+    loss = model(**_shards("deepseek_v4", batch)).loss
+    loss.backward()
+    same({n for n, p in model.named_parameters() if p.grad is not None})
+    deepsp.sync_gradients(model)
+    _compare("few tokens", loss, model, expected)
+
+    model, calls = indexed.make("deepseek_v32"), []
+    model.set_attn_implementation("deepsp")
+    indexer = model.model.layers[0].self_attn.indexer
+    indexer.wq_b.register_forward_hook(lambda *_: calls.append(1))
+    before, most = indexer.forward, indexers.ENTRIES
+    indexer.forward = lambda *args, **kwargs: before(*args, **kwargs)
+    mine = indexer.forward
+    batch = indexed.batch("plain")
+    longest = -(-indexed.LENGTH // size)
+    model(**_shards("deepseek_v32", batch))  # checks the model
+    for step in (1, longest - 1):
+        indexers.ENTRIES = step * indexed.ROWS * 2 * indexed.LENGTH
+        calls.clear()
+        with torch.no_grad():
+            model(**_shards("deepseek_v32", batch))
+        assert vars(indexer)["forward"] is mine
+        same(len(calls))
+        assert len(calls) == 1 + -(-longest // step)
+    indexers.ENTRIES = most
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = indexer.wk.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**_shards("deepseek_v32", batch))
+    handle.remove()
+    model.set_attn_implementation("sdpa")
+    loss = _alone(model, "deepseek_v32", batch)
+    assert vars(indexer)["forward"] is mine and torch.isfinite(loss)
+
+
+def test_ranks_do_alike():
+    on_ranks(3, _ranks_alike, apart="hybrid")
 
 
 # ------------------------------------------------------------------- what is refused
@@ -344,7 +427,24 @@ def _refused():
         register(**options)
         with pytest.raises(ValueError, match=message):
             model(**_shards("deepseek_v32", batch))
+    user = batch | {"attention_mask": torch.ones(2, 1, 29, 29, dtype=torch.bool).tril()}
+    for name in ("qwen4_exp_text", "deepseek_v4"):
+        other = indexed.make(name)
+        other.set_attn_implementation("deepsp")
+        register()
+        with pytest.raises(ValueError, match=r"expected no attention_mask \[B, 1, S, S\] with"):
+            other(**_shards(name, user))
+        register(core="flex_attention")
+        with pytest.raises(ValueError, match="expected core 'auto' with"):
+            other(**_shards(name, batch))
     register()
+    wrong = batch | {"attention_mask": torch.ones(2, 1, 7, 29, dtype=torch.bool)}
+    with pytest.raises(ValueError, match=r"expected attention_mask of shape \[B, 1, 29, 29\]"):
+        model(**_shards("deepseek_v32", wrong))
+    model.config.is_causal = False
+    with pytest.raises(ValueError, match="expected causal attention in DeepseekV32Attention"):
+        model(**_shards("deepseek_v32", batch))
+    model.config.is_causal = True
     with pytest.raises(ValueError, match="expected no deal with DeepseekV32Attention"):
         model(**deepsp.deal_batch(indexed.batch("packed"))[0])
     with pytest.raises(ValueError, match="expected use_cache to be False"):

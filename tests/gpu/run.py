@@ -63,6 +63,7 @@ from values import (
     op_checks,
     recurrences,
     sixteen_bits,
+    sparse_models,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +91,7 @@ STAGES = {
         recurrences,
         mixed_lengths,
         experts,
+        sparse_models,
     ],
     "paths": [
         loss_and_rest,

@@ -126,6 +126,41 @@ def experts():
     torch.testing.assert_close(grad, 2 * (rows * 2).cos(), **TIGHT)
 
 
+def sparse_models():
+    """Models with an indexer, for some queries at a time, against one process on this GPU."""
+    try:
+        import indexed
+    except ImportError:
+        return ["transformers isn't here: its models weren't tried"]
+    from deepsp.integrations.transformers import indexers, register
+
+    register()
+    most, indexers.ENTRIES = indexers.ENTRIES, 2**12
+    for name in ("deepseek_v32", "deepseek_v4", "minimax_m3_vl_text", "deepseek_v3"):
+        model, given = indexed.make(name).cuda(), indexed.batch("left")
+        given = {n: x.cuda() for n, x in given.items()}
+        losses, gradients = [], []
+        for sharded in (False, True):
+            if sharded:
+                indexed.attend_by(model, name, "deepsp")
+                loss = model(**deepsp.shard_batch(given)[0]).loss
+            else:
+                loss = model(**given).loss
+            loss.backward()
+            if sharded:
+                deepsp.sync_gradients(model)
+            losses.append(loss.item())
+            gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            model.zero_grad(set_to_none=True)
+        assert abs(losses[0] - losses[1]) < 1e-5 * losses[0], (name, losses)
+        assert gradients[0].keys() == gradients[1].keys()
+        for n, expected in gradients[0].items():
+            off = (gradients[1][n] - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+            assert off < 1e-3, (name, n, off.item())
+    indexers.ENTRIES = most
+    return []
+
+
 def sixteen_bits():
     lens = uneven(64)
     rank = dist.get_rank()

@@ -48,6 +48,16 @@ def settle(
     return masks
 
 
+def check_keys(module: nn.Module, count: int, expected: int) -> None:
+    """Raises unless an attention whose keys travel has those of all ranks."""
+    if count != expected:
+        raise ValueError(
+            f"expected {type(module).__name__} to attend to {expected} keys, those that its cache "
+            f"returned, got {count}: it doesn't use its cache as transformers' own models do; use "
+            "deepsp.DistributedAttention(function, exchange='keys') in a layer of your own"
+        )
+
+
 def masks_of(
     module: nn.Module,
     query: Tensor,

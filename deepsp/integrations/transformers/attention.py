@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepsp.integrations.transformers import caches
-from deepsp.integrations.transformers.arguments import check_arguments, settle
-from deepsp.integrations.transformers.cores import Core, core_of_chosen
+from deepsp.integrations.transformers.arguments import check_arguments, check_keys, settle
+from deepsp.integrations.transformers.cores import Core, attend_to_chosen
 from deepsp.integrations.transformers.forward import Registration
 from deepsp.integrations.transformers.indexers import CHOSEN, Keys
 from deepsp.integrations.transformers.masks import Masks, Ranges
@@ -41,9 +41,10 @@ def attention(
     if isinstance(cache, Keys):
         keys, chosen = cache, {name: kwargs.pop(name, None) for name in CHOSEN}
         check_arguments(module, kwargs)
+        check_keys(module, key.size(2), keys.length)
         if core not in ("auto", "sdpa"):
             more = {"dropout": dropout, "scaling": scaling, "s_aux": s_aux, **chosen}
-            return core_of_chosen(core, keys, query, key, value, more), None
+            return attend_to_chosen(core, keys, query, key, value, attention_mask, more), None
         chosen["has_sinks"] = s_aux is not None
         mask = Selected(keys, attention_mask, query, key.size(2), **chosen)
         return attend(query, key, value, mask, dropout, scaling, s_aux), None

@@ -1,12 +1,12 @@
-"""What attentions of transformers' models get in the place of a cache, so that keys travel.
+"""Stand-ins for the cache of transformers' models whose keys travel.
 
-Models write keys into the cache that they are given while they are compressed, and go on with what
-the cache returns. So an attention that does gets one that gathers over the ranks: hooks put it into
-the attention's call, also into a checkpoint's second one, and only in a model with deepsp's
-attention."""
+These models write keys into a cache while they are compressed, and continue with the keys that the
+cache returns. In a model with deepsp's attention, hooks give each such attention a stand-in that
+gathers over the ranks, for one call; a checkpoint's second forward calls the hooks again."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -20,29 +20,37 @@ from deepsp.integrations.transformers.forward import REGISTRATIONS, running
 from deepsp.integrations.transformers.indexers import Keys
 from deepsp.integrations.transformers.latents import Latents
 from deepsp.integrations.transformers.mixers import Sequence
+from deepsp.integrations.transformers.stand_in import StandIn
 from deepsp.ranks.groups import member_of
 
 _PREPARED = "_deepsp_cache"
 """The attribute of attentions that have hooks."""
 
 
-def _kind_of(module: nn.Module) -> type | None:
-    """What an attention gets as its cache; None: it isn't one that writes compressed keys."""
-    forward = inspect.unwrap(type(module).forward)
-    names = set(getattr(getattr(forward, "__code__", None), "co_names", ()))
+@functools.cache
+def _read_by(cls: type) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the names that a class's forward reads, and its arguments."""
+    forward = inspect.unwrap(cls.forward)
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    parameters = tuple(inspect.signature(forward).parameters) if "update" in names else ()
+    return frozenset(names), parameters[1:]
+
+
+def _kind_of(module: nn.Module) -> type[StandIn] | None:
+    """Return the class of an attention's stand-in; None: it writes no compressed keys."""
+    names, arguments = _read_by(type(module))
     if "update" not in names:
         return None
     if "compressor" in names:
         return Entries
     # Layers of some models choose as the layer before did.
-    shares = "prev_topk_indices" in inspect.signature(forward).parameters
-    if "indexer" in names and (shares or module.indexer is not None):
+    if "indexer" in names and ("prev_topk_indices" in arguments or module.indexer is not None):
         return Keys
     return Latents if {"expand_kv", "kv_a_proj_with_mqa"} <= names else None
 
 
 def prepare(model: nn.Module) -> None:
-    """Gives those attentions of a model hooks."""
+    """Register the hooks on a model's attentions that need a stand-in."""
     for module in model.modules():
         if not hasattr(module, _PREPARED) and _kind_of(module) is not None:
             module.register_forward_pre_hook(_enter, with_kwargs=True)
@@ -50,8 +58,8 @@ def prepare(model: nn.Module) -> None:
             object.__setattr__(module, _PREPARED, True)
 
 
-def cache_in(module: nn.Module) -> Keys | Latents | None:
-    """What an attention that runs has as its cache."""
+def cache_in(module: nn.Module) -> StandIn | None:
+    """Return the stand-in of an attention that runs now."""
     if running.caches and running.caches[-1].module is module:
         return running.caches[-1]
     return None
@@ -59,11 +67,12 @@ def cache_in(module: nn.Module) -> Keys | Latents | None:
 
 @_disable_dynamo
 def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+    _leave(module)  # after an interrupted call
     registration = REGISTRATIONS.get(module.config._attn_implementation)
     kind, is_check = _kind_of(module), running.forward.is_check
     if registration is None or (is_check and kind is Latents):
         return None
-    names = [*inspect.signature(inspect.unwrap(type(module).forward)).parameters][1:]
+    _, names = _read_by(type(module))
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
     hidden, sequence = kwargs["hidden_states"], kwargs.get("attention_mask")
     positions = kwargs.get("position_ids")
@@ -84,16 +93,18 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
     if kind is Latents:
         if not latents.are_less(module, registration, sequence, member, hidden):
             return None
-        cache = Latents(module, lens, member)
+        cache: StandIn = Latents(module, lens, member)
     else:
-        cache = kind(module, sequence, lens, member, hidden, positions)
+        cache = kind(module, lens, member, sequence, hidden, positions)
         if not is_check:
             cache.check(registration)
     running.caches.append(cache)
-    return (), {**kwargs, **cache.enter(kwargs)}
+    # transformers 5.24 renamed it.
+    name = "cache" if "cache" in names else "past_key_values"
+    return (), {**kwargs, **cache.enter(kwargs), name: cache}
 
 
-def _leave(module: nn.Module, args: tuple, output: Any) -> None:
-    if (cache := cache_in(module)) is not None:
+def _leave(module: nn.Module, *_) -> None:
+    while (cache := cache_in(module)) is not None:
         running.caches.pop()
         cache.leave()

@@ -1,5 +1,5 @@
-"""DeepSeek V4's attention: a window of tokens, and entries, each made of a window of tokens by a
-compressor (arXiv of its report, section 2.3)."""
+"""DeepSeek V4's attention, which sees a window of tokens, and entries that a compressor makes of
+some consecutive tokens each."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from deepsp.integrations.transformers.indexers import ONE_DOCUMENT, Keys, Rows
 
 
 class Entries(Keys):
-    """What such an attention gets in the place of a cache. A rank makes the entries whose last
-    token it has, from its tokens and those before them; all ranks get all entries."""
+    """Stands in for the cache. A rank makes the entries whose last token it has, from its tokens
+    and those before them; all ranks get all entries."""
+
+    takes_user_masks = False
 
     @property
     def _indexer(self) -> nn.Module | None:
@@ -34,15 +36,23 @@ class Entries(Keys):
             )
 
     def mask(self, hidden: Tensor) -> Rows | Tensor:
-        """[B, 1, S_r, window]; the module appends that of its entries."""
+        """Return the mask of :attr:`window`, [B, 1, S_r, W], to which the module appends that of
+        entries."""
         if self.is_check:
             return super().mask(hidden)
         seen = self.sequence.rows(self.first, self.count, hidden.device, self.window)
         mask = torch.zeros(seen.shape, dtype=hidden.dtype, device=hidden.device)
         return mask.masked_fill(~seen, torch.finfo(hidden.dtype).min)
 
+    @property
+    def length(self) -> int:
+        entries = (
+            0 if self._compressor is None else sum(self.lens) // self._compressor.compress_rate
+        )
+        return len(self.window) + entries
+
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
-        """[B, 1, S_r, D], which is both, to [B, 1, window, D]."""
+        """Add the keys of the window before this rank's, [B, 1, S_r, D] to [B, 1, W, D]. k is v."""
         if not self.is_check:
             k = self._with_previous(k, self.module.sliding_window - 1, 2)
             k = k[:, :, -len(self.window) :]
@@ -66,7 +76,7 @@ class Entries(Keys):
         )
 
     def _entries(self) -> list[range]:
-        """The windows whose last token each rank has."""
+        """Return each rank's entries: those whose last token it has."""
         rate, ends = self._compressor.compress_rate, [0]
         for count in self.lens:
             ends.append(ends[-1] + count)
@@ -75,36 +85,37 @@ class Entries(Keys):
     def store_compression_weights(
         self, name: str, kv: Tensor, gate: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """[B, S_r, D] each to the tokens of this rank's windows, and the place of the first.
+        """Return kv and gate of the tokens that this rank's entries are made of, and the place of
+        the first token.
 
-        Where windows overlap, the window before them is the first; its entry is left out later.
+        Where an entry also reads the tokens of the one before, these come first, and make an entry
+        that :meth:`update_compressor_states` drops.
         """
         if self.is_check or (name == "indexer" and self.indexed is not None):
             return kv[:, :0], gate[:, :0], 0
         rate, overlap = self._compressor.compress_rate, hasattr(self._compressor, "indexer")
-        windows, n = self._entries()[self.member[0]], (2 * rate if overlap else rate) - 1
-        self._before = int(overlap and windows.start > 0)
+        entries, n = self._entries()[self.member[0]], (2 * rate if overlap else rate) - 1
         both = self._with_previous(torch.cat([kv, gate], -1), n, 1)
-        self._anchor = both
-        if len(windows) == 0:
-            return kv[:, :0], gate[:, :0], 0
-        begin, end = (windows.start - self._before) * rate, windows.stop * rate
+        # A rank without an entry makes one, too, so that its weights have gradients.
+        self._dropped = int(len(entries) == 0 or (overlap and entries.start > 0))
+        begin, end = (entries.start - self._dropped) * rate, entries.stop * rate
+        if len(entries) == 0:
+            end = self.first + self.count
+            begin = end - rate
         both = both[:, n + begin - self.first : n + end - self.first]
-        return *both.split([kv.size(-1), gate.size(-1)], -1), begin
+        return *both.split([kv.size(-1), gate.size(-1)], -1), max(begin, 0)
 
     def update_overlap_state(self, *_) -> tuple[None, None]:
         return None, None
 
     def update_compressor_states(self, name: str, entries: Tensor) -> Tensor:
-        """[B, n, D] to the entries of all ranks."""
+        """Gather the ranks' entries, [B, n, D] to [B, N, D]."""
         if self.is_check:
             return entries
         if name == "indexer" and self.indexed is not None:
             return self.indexed
-        # Backward sends, so it runs on ranks without an entry, too.
-        entries = entries[:, self._before :] if entries.size(1) > 0 else entries
-        entries = torch.cat([self._anchor[:, :0, : entries.size(2)].to(entries.dtype), entries], 1)
-        counts = [len(windows) for windows in self._entries()]
+        entries = entries[:, self._dropped :]
+        counts = [len(x) for x in self._entries()]
         if name == "indexer":
-            return self._of_indexer(entries, 1, counts)
+            return self._index_keys(entries, 1, counts)
         return self._gathered(entries, 1, counts)

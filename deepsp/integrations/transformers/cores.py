@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepsp.integrations.transformers.indexers import Keys
+from deepsp.integrations.transformers.indexers import Keys, Rows
 from deepsp.integrations.transformers.masks import Masks, ours
 
 
@@ -54,11 +54,22 @@ class Core:
         return out.transpose(1, 2)
 
 
-def core_of_chosen(
-    name: str, keys: Keys, query: Tensor, key: Tensor, value: Tensor, arguments: dict[str, Any]
+def attend_to_chosen(
+    name: str,
+    keys: Keys,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Rows | Tensor,
+    arguments: dict[str, Any],
 ) -> Tensor:
-    """Attention of local queries to all keys, [B, H, S, D] each, by the implementation ``name``,
-    which gets what an indexer chose."""
+    """Attend from local queries to all keys, [B, H, S, D] each, by the implementation ``name``,
+    which gets the indexer's choice."""
+    if not isinstance(mask, Rows):
+        raise ValueError(
+            f"expected core 'auto' with {type(keys.module).__name__}, which writes the indexer's "
+            f"choice into its mask, got {name!r}; register without core"
+        )
     from transformers import AttentionInterface
 
     function = AttentionInterface._global_mapping[name]
@@ -67,7 +78,7 @@ def core_of_chosen(
     if missing:
         raise ValueError(
             f"expected a core that takes {missing[0]} with {type(keys.module).__name__}, which "
-            f"computes attention by it, got {name!r}; register with core='auto'"
+            f"needs it, got {name!r}; register with core='auto'"
         )
     mask = keys.sequence.rows(keys.first, keys.count, query.device, implementation=name)
     how = {n: x for n, x in arguments.items() if n in taken}

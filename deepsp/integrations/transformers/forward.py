@@ -13,12 +13,11 @@ from deepsp.ranks.groups import Member
 
 if TYPE_CHECKING:
     from deepsp.data.documents import Deal
-    from deepsp.integrations.transformers.indexers import Keys
-    from deepsp.integrations.transformers.latents import Latents
     from deepsp.integrations.transformers.masks import Masks
     from deepsp.integrations.transformers.mixers import Sequence
     from deepsp.integrations.transformers.multimodal import Door
     from deepsp.integrations.transformers.rows import FullRows
+    from deepsp.integrations.transformers.stand_in import StandIn
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,8 @@ class _Running(threading.local):
         self.mixers: list[tuple[nn.Module, Sequence | None]] = []
         """The recurrent layers that run, also in a checkpoint's second forward, which is in no
         call of the model; None: in a check."""
-        self.caches: list[Keys | Latents] = []
-        """Likewise what attentions that run have as their caches."""
+        self.caches: list[StandIn] = []
+        """Likewise the stand-ins for the caches of attentions that run."""
 
 
 running = _Running()

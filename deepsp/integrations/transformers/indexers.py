@@ -1,20 +1,20 @@
 """Attention of transformers' models that choose keys by an indexer (DeepSeek's sparse attention and
-what was made after it): keys travel instead of heads.
+its successors): keys travel instead of heads.
 
-Such an attention writes keys into the cache that it is given, while they are compressed, and goes
-on with what the cache returns, which may have more tokens than its queries. So while one runs in a
-model with deepsp's attention, it gets :class:`Keys` in the place of a cache: an update returns the
-keys of all ranks' tokens. Queries stay where they are; the scores of a query, the choice of its
-keys and its attention are computed on its rank, from the numbers that one process has. In backward,
-the gradients of a key are added on its rank.
+Such an attention writes its keys into a cache while they are compressed, and continues with the
+keys that the cache returns, which may be more than its queries. While it runs in a model with
+deepsp's attention, :class:`Keys` stands in for the cache: an update returns the keys of all ranks'
+tokens. Queries stay on their ranks. Each rank computes scores, choice and attention of its queries
+from the same numbers as one process. In backward, the rank that owns a key sums its gradients.
 
-No mask or scores [S_r, S] are made in full: indexers and attention run for some queries at a time.
+Indexers and attention run for some queries at a time, so that no mask and no scores [S_r, S] exist.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_map_only
 from deepsp.integrations.transformers.forward import Registration
 from deepsp.integrations.transformers.masks import Masks
 from deepsp.integrations.transformers.mixers import Sequence
+from deepsp.integrations.transformers.patterns import pattern_of
+from deepsp.integrations.transformers.stand_in import StandIn
 from deepsp.ranks.groups import Member
 
 ENTRIES = 2**26
@@ -40,8 +42,8 @@ ONE_DOCUMENT = (
 
 
 class Rows:
-    """The mask of this rank's queries, [B, 1, S_r, S] of bools, or [B, S_r, S], made where it is
-    read."""
+    """The mask of this rank's queries, [B, 1, S_r, S] or [B, S_r, S], bool. Each part of it is made
+    when it is read."""
 
     dtype = torch.bool
 
@@ -50,31 +52,42 @@ class Rows:
         self.device, self.dims = device, dims
 
     def __getitem__(self, index: tuple) -> Rows:
-        """As ``mask[:, 0]``, which models write to take the dimension of heads away."""
+        """Drop the dimension of heads: ``mask[:, 0]`` or ``mask[:, 0, :, :]``.
+
+        Raises:
+            IndexError: another index.
+        """
+        whole = slice(None)
+        if index not in ((whole, 0), (whole, 0, whole, whole)) or self.dims != 4:
+            raise IndexError(
+                f"expected a model with an indexer to read its mask as mask[:, 0], got {index}; "
+                "deepsp's attention doesn't support this model"
+            )
         return Rows(self.masks, self.first, self.count, self.device, 3)
 
     def part(self, queries: range, keys: range | None = None) -> Tensor:
-        """That of some queries; ``keys``: of these only."""
+        """Return the mask of some queries; ``keys``: for these only."""
         mask = self.masks.rows(self.first + queries.start, len(queries), self.device, keys)
         return mask if self.dims == 4 else mask[:, 0]
 
     @property
     def is_causal(self) -> bool:
-        return self.masks.user_mask is None  # other models with indexers aren't known
+        """Whether no query sees a later key: masks of models are checked to be causal."""
+        return self.masks.user_mask is None
 
 
 class _KeysKnown(Exception):
     """Ends a call of an indexer that was made for its keys."""
 
 
-class Keys:
-    """What an attention gets in the place of a cache, in one call.
+class Keys(StandIn):
+    """Stands in for the cache of an attention that has an indexer.
 
     Args:
-        module: the attention.
-        sequence: the sequence, as the model's mask; in a hybrid's, that of recurrent layers.
+        module: as in :class:`StandIn`, as are ``lens`` and ``member``.
         lens: the number of tokens of each rank.
-        member: the sequence group; None: in a check's dry run, in which nothing is sent.
+        member: the sequence group.
+        sequence: the sequence, as the model's mask; in a hybrid's, that of recurrent layers.
         hidden: [B, S_r, D].
         positions: [B, S_r], of these tokens.
     """
@@ -82,19 +95,18 @@ class Keys:
     def __init__(
         self,
         module: nn.Module,
-        sequence: Masks | Sequence | Tensor,
         lens: list[int],
         member: Member | None,
+        sequence: Masks | Sequence | Tensor,
         hidden: Tensor,
         positions: Tensor | None,
     ):
-        self.module, self.sequence, self.lens, self.member = module, sequence, lens, member
-        self.positions = positions
+        super().__init__(module, lens, member)
+        self.sequence, self.positions = sequence, positions
         self.is_check, self.device = member is None, hidden.device
         self.batch_size, self.count = hidden.shape[:2]
-        self.first = 0 if self.is_check else sum(lens[: member[0]])
         self.queries = range(self.count)
-        """Those for which an indexer runs."""
+        """The queries for which the indexer runs."""
         self.indexed: Tensor | None = None
         """The indexer's keys, once they are known and it runs for some queries at a time."""
         self._wants_keys = False
@@ -106,44 +118,62 @@ class Keys:
         return self.module.indexer
 
     def enter(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Makes the module's indexer run as it does here, for this call. ``arguments``: of the
-        call. Returns those that change."""
+        """Run the module's indexer by :meth:`choose` during this call."""
         if self._indexer is not None:
-            # Not for longer: a copy of the module must not keep it.
-            vars(self._indexer)["forward"] = partial(self.choose, self._indexer.forward)
+            self.replace_forward(self._indexer, partial(self.choose, self._indexer.forward))
         changed: dict[str, Any] = {"attention_mask": self.mask(arguments["hidden_states"])}
         if self.ends_with_queries:
             embeddings = arguments["position_embeddings"]
             changed["position_embeddings"] = tuple(
                 self._gathered(x, 1).expand(self.batch_size, -1, -1) for x in embeddings
             )
-        return {**changed, "cache": self}
-
-    def leave(self) -> None:
-        if self._indexer is not None:
-            vars(self._indexer).pop("forward", None)
+        return changed
 
     def check(self, registration: Registration) -> None:
         """Raises for a sequence that the module can't work on."""
         masks, cls = self.sequence, type(self.module).__name__
+        refused = f"with {cls}, whose keys travel instead of heads, got one"
+        if registration.kv_chunk is not None:
+            raise ValueError(
+                f"expected no kv_chunk {refused}; leave it out: attention runs for some queries at "
+                "a time"
+            )
         if isinstance(masks, Sequence):
             if masks.documents is not None:
-                raise ValueError(ONE_DOCUMENT.format(cls, "which sees a row's tokens before"))
+                raise ValueError(ONE_DOCUMENT.format(cls, "which sees all earlier tokens of a row"))
             return
-        if masks.deal is not None or registration.kv_chunk is not None:
-            name, advice = "deal", "use shard_batch"
-            if masks.deal is None:
-                name, advice = "kv_chunk", "leave it out: attention runs for some queries at a time"
-            raise ValueError(
-                f"expected no {name} with {cls}, whose keys travel instead of heads, got one; "
-                f"{advice}"
-            )
+        if masks.deal is not None:
+            raise ValueError(f"expected no deal {refused}; use shard_batch")
+        self._check_mask(masks, cls)
         if hasattr(self._indexer, "block_size") and masks.is_packed:
             why = "whose indexer counts blocks from its beginning"
             raise ValueError(ONE_DOCUMENT.format(cls, why))
 
+    takes_user_masks = True
+
+    def _check_mask(self, masks: Masks, cls: str) -> None:
+        length, user = sum(self.lens), masks.user_mask
+        if user is None:
+            pattern = pattern_of(masks.pattern)
+            if pattern is None or pattern.right != 0:
+                raise ValueError(
+                    f"expected causal attention in {cls}, whose indexer chooses among earlier "
+                    "tokens, got a mask that shows later ones; leave config.is_causal at True"
+                )
+        elif not self.takes_user_masks or self.ends_with_queries:
+            raise ValueError(
+                f"expected no attention_mask [B, 1, S, S] with {cls}, whose indexer makes its own "
+                f"from causality, got shape {tuple(user.shape)}; pass a padding mask [B, S]"
+            )
+        elif user.dim() != 4 or user.size(2) not in (1, length) or user.size(3) != length:
+            raise ValueError(
+                f"expected attention_mask of shape [B, 1, {length}, {length}] or [B, {length}] "
+                f"with {cls}, got {tuple(user.shape)}"
+            )
+
     # ---- as a cache of transformers
 
+    # Models read cache.layers[layer_idx].
     @property
     def layers(self) -> Keys:
         return self
@@ -153,30 +183,26 @@ class Keys:
 
     @property
     def keys(self) -> Tensor:
-        """Of the size of all keys, which some indexers read."""
+        """Has the shape of all keys, which some indexers read, and no data."""
         return torch.empty(0).expand(1, 1, sum(self.lens), 0)
 
     def get_seq_length(self, *_, **__) -> int:
-        """The place after the last query."""
+        """Return the place after the last query."""
         return self.first + self.queries.stop
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
-        """[B, H, S_r, D] to [B, H, S, D], in one message."""
-        if k.shape[:-1] != v.shape[:-1] or k.dtype != v.dtype:
-            return self._gathered(k, 2), self._gathered(v, 2)
-        both = self._gathered(torch.cat([k, v], -1), 2)
-        k, v = both.split([k.size(-1), v.size(-1)], -1)
-        return k, v
+        k, v = super().update(k, v, layer_idx)
+        return k[:, :, : self.length], v[:, :, : self.length]
 
     def update_indexer(self, k: Tensor, layer_idx: int) -> Tensor:
-        """[B, S_r, D] to [B, S, D]."""
-        return self._of_indexer(k, 1)
+        """Gather an indexer's keys, [B, S_r, D] to [B, S, D]."""
+        return self._index_keys(k, 1)
 
     def update_index(self, k: Tensor) -> Tensor:
-        """[B, H, S_r, D] to [B, H, S, D]."""
-        return self._of_indexer(k, 2)
+        """Gather an indexer's keys, [B, H, S_r, D] to [B, H, S, D]."""
+        return self._index_keys(k, 2)
 
-    def _of_indexer(self, k: Tensor, dim: int, lens: list[int] | None = None) -> Tensor:
+    def _index_keys(self, k: Tensor, dim: int, lens: list[int] | None = None) -> Tensor:
         if self.indexed is not None:
             return self.indexed
         k = self._gathered(k, dim, lens)
@@ -193,8 +219,14 @@ class Keys:
         x = torch.ops.deepsp.all_gather(x.contiguous(), dim, lens, "partial", rank, name)
         return x.narrow(dim, 0, self.first + self.count) if self.ends_with_queries else x
 
+    @property
+    def length(self) -> int:
+        """The number of keys that the attention must see."""
+        return self.first + self.count if self.ends_with_queries else sum(self.lens)
+
     def by_token(self) -> Tensor | int:
-        """In a check: a number for each token, [B, 1, S, 1], that depends on the indexer's keys."""
+        """In a check, return a number for each token, [B, 1, S, 1], that depends on the indexer's
+        keys."""
         if self.indexed is None:
             return 0
         return self.indexed.view(self.batch_size, -1, self.count, self.indexed.size(-1)).mean(
@@ -204,7 +236,7 @@ class Keys:
     # ---- the mask of this rank's queries
 
     def mask(self, hidden: Tensor) -> Rows | Tensor:
-        """What the model gets as its mask."""
+        """Return the mask that the model gets."""
         if isinstance(self.sequence, Sequence):  # [B, S_r]
             padding = self.sequence.mask(hidden)
             shape, device = hidden.shape[:2], hidden.device
@@ -222,38 +254,40 @@ class Keys:
     # ---- some queries at a time
 
     def choose(self, forward: Callable, *args, **kwargs) -> Any:
-        """Calls an indexer's forward."""
-        step = self.step(_heads_of(self.module.config))
+        """Call an indexer's forward for some queries at a time."""
+        parts = self.parts(_heads_of(self.module.config))
         if self.is_check:
             with contextlib.suppress(_KeysKnown):
                 self._wants_keys = True
                 return forward(*args, **kwargs)
             return torch.zeros(self.batch_size, self.count, 1, dtype=torch.long, device=self.device)
-        if step >= self.count or self.ends_with_queries:
+        if len(parts) == 1 or self.ends_with_queries:
             args, kwargs = self._for_queries((args, kwargs))
             return forward(*args, **kwargs)
-        parts, self._wants_keys = [], True
+        chosen, self._wants_keys = [], True
         try:
             with contextlib.suppress(_KeysKnown):
                 forward(*args, **kwargs)
-            for queries in self.parts(step):
-                self.queries = queries
+            for queries in parts:
+                # Ranks call as often: a call may gather weights (ZeRO 3).
+                self.queries = queries or range(self.count - 1, self.count)
                 cut_args, cut_kwargs = self._for_queries((args, kwargs))
-                parts.append(forward(*cut_args, **cut_kwargs))
+                result = forward(*cut_args, **cut_kwargs)
+                chosen += [result] if queries else []
         finally:
             self.queries, self.indexed, self._wants_keys = range(self.count), None, False
-        return torch.cat(parts, parts[0].dim() - 2)
+        return torch.cat(chosen, chosen[0].dim() - 2)
 
-    def step(self, heads: int) -> int:
-        """For how many queries as many heads have scores at a time."""
-        return max(1, ENTRIES // (self.batch_size * heads * sum(self.lens)))
-
-    def parts(self, step: int) -> Iterator[range]:
-        for begin in range(0, self.count, step):
-            yield range(begin, min(begin + step, self.count))
+    def parts(self, heads: int) -> list[range]:
+        """Cut the queries in as many parts on every rank, so that :data:`ENTRIES` scores, of so
+        many heads, exist at a time. Parts may be empty."""
+        step = max(1, ENTRIES // (self.batch_size * heads * sum(self.lens)))
+        count = -(-max(self.lens) // step)
+        ends = [self.count * n // count for n in range(count + 1)]
+        return [range(a, b) for a, b in itertools.pairwise(ends)]
 
     def _for_queries(self, arguments: Any) -> Any:
-        """Arguments, [B, S_r, ...] each, for those queries."""
+        """Cut the arguments that have a row for each query, [B, S_r, ...]."""
 
         def part(x: Any) -> Any:
             if isinstance(x, Rows):

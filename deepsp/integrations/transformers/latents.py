@@ -1,6 +1,6 @@
-"""Multi-head latent attention without an indexer (DeepSeek V3, Kimi, MiniCPM3): queries and outputs
-are exchanged by heads, and the latents that keys and values are made from are gathered; each rank
-makes those of its heads."""
+"""Multi-head latent attention without an indexer (DeepSeek V3, Kimi, MiniCPM3): ranks exchange
+queries and outputs by heads, and gather the latents; each rank expands these to keys and values of
+its heads."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from deepsp.integrations.transformers.arguments import check_keys
 from deepsp.integrations.transformers.forward import Registration
 from deepsp.integrations.transformers.masks import Masks, Ranges
+from deepsp.integrations.transformers.stand_in import StandIn
 from deepsp.ranks.groups import Member
 from deepsp.sequence.attention.function import sdpa
 from deepsp.sequence.attention.parts import by_tiles, resolve
@@ -22,16 +24,19 @@ from deepsp.sequence.attention.parts import by_tiles, resolve
 def are_less(
     module: nn.Module, registration: Registration, masks: Masks, member: Member, hidden: Tensor
 ) -> bool:
-    """Whether an attention's latents travel: they are fewer numbers than its keys and values, and
-    one linear layer makes these of them. ``hidden``: [B, S_r, D]."""
-    size, heads, made = member[1], module.num_heads, module.kv_b_proj
-    plain = registration.core in ("auto", "sdpa") and registration.chunks == 1
+    """Return whether latents travel: they are fewer numbers than keys and values, and one linear
+    layer expands them. ``hidden``: [B, S_r, D]."""
+    size, heads, expand = member[1], module.num_heads, module.kv_b_proj
+    plain = registration.core == "auto" and registration.chunks == 1
     if not plain or registration.kv_chunk is not None or masks.deal is not None:
         return False
     if masks.ranges is None or (module.training and getattr(module, "attention_dropout", 0) > 0):
         return False
-    if type(made) is not nn.Linear or "forward" in vars(made) or isinstance(made.weight, DTensor):
-        return False  # adapters and quantization make all heads at once
+    # Adapters and quantized layers make keys and values of all heads at once.
+    if type(expand) is not nn.Linear or "forward" in vars(expand):
+        return False
+    if isinstance(expand.weight, DTensor):
+        return False
     if resolve(registration.query_parts, heads, size, by_tiles(hidden.device, hidden.dtype)) != 1:
         return False
     latent = module.kv_lora_rank + module.qk_rope_head_dim
@@ -39,45 +44,17 @@ def are_less(
     return size > 1 and heads >= size and latent * size < expanded
 
 
-class Latents:
-    """What such an attention gets in the place of a cache, in one call.
-
-    Args:
-        module: the attention.
-        lens: the number of tokens of each rank.
-        member: the sequence group.
-    """
-
-    def __init__(self, module: nn.Module, lens: list[int], member: Member):
-        self.module, self.lens, self.member = module, lens, member
-        rank, size, _ = member
-        begin, end, _, _ = torch.ops.deepsp.head_split(
-            module.num_heads, module.num_heads, size, rank
-        )
-        each = module.qk_nope_head_dim + module.v_head_dim
-        self.rows = slice(begin * each, end * each)
-        """Those of this rank's heads."""
-
-    def update(self, latent: Tensor, rotated: Tensor, layer_idx: int, *_, **__):
-        """[B, 1, S_r, D] to [B, 1, S, D], in one message."""
-        rank, _, name = self.member
-        both = torch.cat([latent, rotated], -1)
-        both = torch.ops.deepsp.all_gather(both, 2, self.lens, "partial", rank, name)
-        return both.split([latent.size(-1), rotated.size(-1)], -1)
+class Latents(StandIn):
+    """Stands in for the cache of such an attention, and restricts its ``kv_b_proj`` to this rank's
+    heads during the call. Arguments are those of :class:`StandIn`."""
 
     def enter(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Makes the module's linear layer that of this rank's heads, for this call. ``arguments``:
-        of the call. Returns those that change."""
-        made = self.module.kv_b_proj
-        vars(made)["forward"] = partial(self._made, made)
-        return {"cache": self}
-
-    def leave(self) -> None:
-        vars(self.module.kv_b_proj).pop("forward", None)
-
-    def _made(self, made: nn.Linear, x: Tensor) -> Tensor:
-        bias = None if made.bias is None else made.bias[self.rows]
-        return F.linear(x, made.weight[self.rows], bias)
+        module, (rank, size, _) = self.module, self.member
+        heads, each = module.num_heads, module.qk_nope_head_dim + module.v_head_dim
+        begin, end, _, _ = torch.ops.deepsp.head_split(heads, heads, size, rank)
+        rows = slice(begin * each, end * each)
+        self.replace_forward(module.kv_b_proj, partial(_by_rows, module.kv_b_proj, rows))
+        return {}
 
     def attend(
         self,
@@ -90,8 +67,10 @@ class Latents:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """query [B, S_r, H, D], key and value [B, S, h, D] to [B, S_r, H, Dv]."""
+        """Attend from query [B, S_r, H, D] to key and value [B, S, h, D]; return
+        [B, S_r, H, Dv]."""
         (rank, size, name), heads, ops = self.member, query.size(2), torch.ops.deepsp
+        check_keys(self.module, key.size(1), sum(self.lens))
         (query,) = ops.seq_to_heads([query], self.lens, rank, name)
         out = sdpa(
             query,
@@ -106,3 +85,8 @@ class Latents:
             sinks=sinks,
         )
         return ops.heads_to_seq([out], [heads], self.lens, rank, name)[0]
+
+
+def _by_rows(layer: nn.Linear, rows: slice, x: Tensor) -> Tensor:
+    bias = None if layer.bias is None else layer.bias[rows]
+    return F.linear(x, layer.weight[rows], bias)

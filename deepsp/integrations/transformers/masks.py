@@ -235,7 +235,8 @@ class Masks:
 
         seen = range(self.positions.size(1)) if seen is None else seen
         if self.user_mask is not None:
-            return self.user_mask[:, :, first : first + count, seen.start : seen.stop]
+            mask = self.user_mask[:, :, :, seen.start : seen.stop]
+            return mask if mask.size(2) == 1 else mask[:, :, first : first + count]
         make = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.get(implementation)
         return make and make(
             **self._described(range(first, first + count), seen),

@@ -39,7 +39,7 @@ class Selected:
         self.indices, self.block_indices, self.has_sinks = indices, block_indices, has_sinks
 
     def seen(self, queries: range) -> int:
-        """How many keys, from the first on, these queries may see."""
+        """Return the number of keys, from the first on, that these queries may see."""
         causal = isinstance(self.mask, Rows) and self.mask.is_causal
         # A mask by blocks is added, and padding, which sees nothing, gets the mean of all.
         causal = causal and self.block_indices is None
@@ -81,10 +81,11 @@ def attend(
     scaling: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """query [B, H, S_r, D], key and value [B, Hkv, K, D] to [B, S_r, H, Dv]. ``sinks``: [H].
+    """Attend from query [B, H, S_r, D] to key and value [B, Hkv, K, D]; return [B, S_r, H, Dv].
+    ``sinks``: [H].
 
-    Runs for some queries at a time, and again in backward, so that no mask and no scores [S_r, K]
-    are kept."""
+    Some queries run at a time, and again in backward, so that no mask and no scores [S_r, K] are
+    kept."""
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
     heads = query.size(1)
     if sinks is not None:
@@ -99,11 +100,11 @@ def attend(
 
     # On CPU, and in masks by heads, all heads have scores.
     by_heads = query.device.type == "cpu" or mask.block_indices is not None
-    step = mask.keys.step(heads if by_heads else 1)
-    if step >= query.size(2):
-        return some(query, key, value, range(query.size(2))).transpose(1, 2)
+    every = [queries for queries in mask.keys.parts(heads if by_heads else 1) if queries]
+    if len(every) == 1:
+        return some(query, key, value, *every).transpose(1, 2)
     parts = []
-    for queries in mask.keys.parts(step):
+    for queries in every:
         q = query[:, :, queries.start : queries.stop]
         how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout > 0}
         parts.append(checkpoint(some, q, key, value, queries, **how))
@@ -113,10 +114,15 @@ def attend(
 def _with_sinks(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One more key, the first, whose score is each head's sink, and whose value is 0: in features
-    of their own (8, as kernels want them), queries have the sink and that key has 1."""
-    sinks = sinks.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
-    query = torch.cat([query, F.pad(sinks, (0, 7))], -1)
-    first = F.pad(key.new_ones(*key.shape[:2], 1, 1), (key.size(-1), 7))
+    """Put a key in front whose score is each head's sink, and whose value is 0. Eight more
+    features, which keep kernels' alignment, have the sink in queries and 1 in that key. In 16 bits
+    the sink takes three of them, whose sum is as precise as float32."""
+    rounded = [sinks.to(query.dtype)]
+    for _ in range(2):
+        sinks = (sinks - rounded[-1].to(sinks.dtype)).detach()
+        rounded.append(sinks.to(query.dtype))
+    features = torch.stack(rounded, -1).view(1, -1, 1, 3).expand(*query.shape[:3], 3)
+    query = torch.cat([query, F.pad(features, (0, 5))], -1)
+    first = F.pad(key.new_ones(*key.shape[:2], 1, 3), (key.size(-1), 5))
     key = torch.cat([first, F.pad(key, (0, 8))], 2)
     return query, key, F.pad(value, (0, 0, 1, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -179,7 +180,7 @@ class _Sizes(NamedTuple):
 
     heads: int
     kv_heads: int
-    lens: list[int]
+    lens: Sequence[int]
     window: tuple[int, int]
     row: int
 
@@ -189,15 +190,27 @@ class _Sizes(NamedTuple):
 
 
 def choose_exchange(
-    num_heads: int, num_kv_heads: int, lens: list[int], window: tuple[int, int], query_parts: int
+    num_heads: int,
+    num_kv_heads: int,
+    lens: tuple[int, ...],
+    window: tuple[int, int],
+    query_parts: int,
 ) -> str:
-    """ "keys" or "heads", what "auto" means; ``query_parts`` as ops take it."""
-    sizes = _Sizes(num_heads, num_kv_heads, lens, window, len(lens))
-    return chosen("auto", sizes, query_parts)[1]
+    """Return what "auto" means, "keys" or "heads"; ``query_parts`` as ops take it."""
+    # Dynamo warns of caches.
+    choose = _choose if torch.compiler.is_compiling() else _choose_once
+    return choose(_Sizes(num_heads, num_kv_heads, lens, window, len(lens)), query_parts)
+
+
+def _choose(sizes: _Sizes, parts: int) -> str:
+    return chosen("auto", sizes, parts)[1]
+
+
+_choose_once = functools.lru_cache(maxsize=256)(_choose)
 
 
 def chosen(exchange: str, sizes: _Sizes, parts: int) -> tuple[list[_Load], str]:
-    """The ranks' parts by what travels, and what that is."""
+    """Return the ranks' parts, and what travels."""
     check_exchange(exchange, None, (), 1)
     if exchange != "auto":
         return _by_keys(sizes) if exchange == "keys" else _by_heads(sizes, parts), exchange

@@ -179,9 +179,10 @@ def attend_over(
         exchange = "heads"
         if none and options.get("kv_chunk") is None:
             left, right = window_size or (-1, -1)
-            heads, kv_heads = (x.size(call.layout.index("h")) for x in call.qkv[:2])
+            heads = [x.size(call.layout.index("h")) for x in call.qkv]
+            function.check_heads(*heads)
             window = (left, 0 if is_causal else right)
-            exchange = choose_exchange(heads, kv_heads, list(lens), window, call.query_parts)
+            exchange = choose_exchange(*heads[:2], tuple(lens), window, call.query_parts)
     if deal is not None:
         if options.get("kv_chunk") is not None:
             raise ValueError(

@@ -48,7 +48,7 @@ def check_exchange(
         raise ValueError(f"expected exchange to be one of {list(names)}, got {exchange!r}")
     if exchange == "keys" and chunks not in (1, "auto"):
         raise ValueError(
-            f"expected no chunks with exchange 'keys', got {chunks}; leave it out, or pass "
+            f"expected chunks=1 with exchange 'keys', got {chunks}; leave it out, or pass "
             "exchange='heads'"
         )
     if exchange == "keys" and function is not None and "query_indices" not in wanted:

@@ -246,13 +246,11 @@ class DistributedAttention(nn.Module):
         )[0]
 
     def _by_keys(self, call: parts.AttentionCall, args, kwargs, q, k, v) -> Tensor:
-        (rank, _, name), lens = self.member, call.lens
-        rows = torch.cat([k.flatten(2), v.flatten(2)], 2)  # one message
-        rows = torch.ops.deepsp.all_gather(rows, 1, lens, "partial", rank, name)
+        rank, lens = self.member[0], call.lens
+        pair = parts.gather_pair(k.flatten(2), v.flatten(2), 1, lens, self.member)
         first = sum(lens[:rank])
         cell = parts.Cell((0, q.size(2)), ((first, first + lens[rank]),))
         indices = local.indices(self._indices, q, cell)
-        pair = rows.split([x.flatten(2).size(2) for x in (k, v)], 2)
         k, v = (x.unflatten(2, like.shape[2:]) for x, like in zip(pair, (k, v), strict=True))
         with local.randomness_of(self.member, call.device):
             return local.attend(

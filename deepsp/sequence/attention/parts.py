@@ -118,6 +118,28 @@ def resolve(
     return 0 if auto else wanted
 
 
+def gather_pair(
+    a: Tensor, b: Tensor, dim: int, lens: Sequence[int], member: Member
+) -> tuple[Tensor, Tensor]:
+    """Gathers two tensors along ``dim``, in one message where dtypes and other sizes allow it. In
+    backward, the ranks' gradients are summed.
+
+    Args:
+        a: any shape and dtype.
+        b: likewise.
+        dim: the dimension of tokens, not the last.
+        lens: the number of tokens of each rank.
+        member: the group.
+    """
+    (rank, _, name), ops = member, torch.ops.deepsp
+    if a.dtype != b.dtype or a.shape[:-1] != b.shape[:-1]:
+        a, b = (ops.all_gather(x.contiguous(), dim, lens, "partial", rank, name) for x in (a, b))
+        return a, b
+    both = ops.all_gather(torch.cat([a, b], -1), dim, lens, "partial", rank, name)
+    a, b = both.split([a.size(-1), b.size(-1)], -1)
+    return a, b
+
+
 class AttentionCall:
     """The arguments of one attention over a group, checked.
 

@@ -1,0 +1,52 @@
+"""What stands in for a model's cache during one call of an attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepsp.ranks.groups import Member
+from deepsp.sequence.attention.parts import gather_pair
+
+
+class StandIn:
+    """A cache whose updates gather over the ranks.
+
+    Args:
+        module: the attention.
+        lens: the number of tokens of each rank.
+        member: the sequence group; None: in a check's dry run, in which nothing is sent.
+    """
+
+    def __init__(self, module: nn.Module, lens: list[int], member: Member | None):
+        self.module, self.lens, self.member = module, lens, member
+        self._replaced: list[tuple[dict[str, Any], Callable | None]] = []
+
+    @property
+    def first(self) -> int:
+        """The place of this rank's first token."""
+        return 0 if self.member is None else sum(self.lens[: self.member[0]])
+
+    def update(self, k: Tensor, v: Tensor, layer_idx: int, *_, **__) -> tuple[Tensor, Tensor]:
+        """Gather k and v, [B, H, S_r, D] to [B, H, S, D]."""
+        return (k, v) if self.member is None else gather_pair(k, v, 2, self.lens, self.member)
+
+    def enter(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Begin the call. Return those of its arguments that change."""
+        return {}
+
+    def leave(self) -> None:
+        """End the call: modules get their own forward back."""
+        while self._replaced:
+            attributes, forward = self._replaced.pop()
+            attributes.pop("forward", None)
+            if forward is not None:
+                attributes["forward"] = forward
+
+    def replace_forward(self, module: nn.Module, forward: Callable) -> None:
+        """Give a module another forward until the call ends; a copy of the module keeps it no
+        longer."""
+        self._replaced.append((vars(module), vars(module).get("forward")))
+        vars(module)["forward"] = forward
