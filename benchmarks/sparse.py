@@ -4,12 +4,13 @@ A layer of transformers' DeepSeek V3.2 (its attention, and a small MLP) in propo
 original at an eighth to a sixteenth of its sizes, forward and backward, float32, one thread a rank,
 on 1, 2 and 4 ranks of this machine, which take turns over the lengths in one run:
 
-  keys          register()'s way: latents and the indexer's keys are gathered; queries stay
+  keys          register()'s way: latents and the indexer's keys are gathered; queries stay, and
+                read the latents that they chose
   heads         DeepSpeed-Ulysses' way: queries, expanded keys and values, and outputs are exchanged
-                by heads; the indexer's keys, and what it chose, are gathered
-  alone         one process, in a group of one
+                by heads; the indexer's keys, and what it chose, are gathered; attention has a mask
+  alone         as "keys", in a group of one process
 
-All of them compute attention for some queries at a time; the outputs and gradients of the first two
+All of them compute attention for some queries at a time; the loss and gradients of the first two
 are compared. A time is that of the slowest rank. Bytes are those that all ranks send, from the
 shapes of what is exchanged. Peak memory is the largest rank's in the step, above what it holds
 before (VmHWM; ranks send messages, since memory that they shared would count for each).
@@ -92,9 +93,11 @@ class Sent(TorchDispatchMode):
 @contextlib.contextmanager
 def by_heads():
     """Attention of all queries to all keys of this rank's heads."""
-    from deepsp.integrations.transformers import attention, caches, indexers, selected
+    from deepsp.integrations.transformers import absorbed, attention, caches, indexers, selected
 
     class Local(indexers.Keys):
+        length = property(lambda self: self.count)
+
         def update(self, k, v, layer_idx, *_, **__):
             return k, v
 
@@ -105,7 +108,8 @@ def by_heads():
             [x.transpose(1, 2) for x in (query, key, value)], keys.lens, rank, name
         )
         everything = copy.copy(keys)
-        everything.first, everything.count = 0, sum(keys.lens)
+        everything.member, everything.count = None, sum(keys.lens)
+        everything.lens = [everything.count]
         rows = indexers.Rows(keys.sequence, 0, everything.count, query.device)
         indices = torch.ops.deepsp.all_gather(mask.indices, 1, keys.lens, "replicated", rank, name)
         chosen = selected.Selected(everything, rows, query, everything.count, indices)
@@ -115,12 +119,12 @@ def by_heads():
         heads = [query.size(1)]
         return torch.ops.deepsp.heads_to_seq([out], heads, keys.lens, rank, name)[0]
 
-    before = caches.Keys, attention.attend
-    caches.Keys, attention.attend = Local, attend
+    before = caches.Keys, attention.attend, absorbed.is_less
+    caches.Keys, attention.attend, absorbed.is_less = Local, attend, lambda *_: False
     try:
         yield
     finally:
-        caches.Keys, attention.attend = before
+        caches.Keys, attention.attend, absorbed.is_less = before
 
 
 # ------------------------------------------------------------------------- tasks of the ranks

@@ -60,14 +60,14 @@ def _gradients(model):
     return found
 
 
-def _compare(kind, loss, model, expected):
+def _compare(kind, loss, model, expected, digits=1e-12):
     wanted, gradients = expected
-    assert abs(loss.item() - wanted) < 1e-12 * wanted, (kind, loss.item(), wanted)
+    assert abs(loss.item() - wanted) < digits * wanted, (kind, loss.item(), wanted)
     for n, found in _gradients(model).items():
         g = gradients[n]
         assert (found is None) == (g is None), (kind, n)
         if g is not None:
-            atol = 1e-10 * max(g.abs().max().item(), 1e-12)
+            atol = 100 * digits * max(g.abs().max().item(), 1e-12)
             torch.testing.assert_close(
                 found, g, rtol=0, atol=atol, msg=lambda m, n=n: f"{kind}, {n}: {m}"
             )
@@ -491,7 +491,7 @@ def _compiled(name, kind):
     compiled = torch.compile(model, backend="deepsp", fullgraph=True, options=options)
     loss = compiled(**deepsp.prepare_inputs(batch)).loss
     loss.backward()
-    _compare(kind, loss, model, expected)
+    _compare(kind, loss, model, expected, 1e-6)  # transformers' loss is one of float32
 
 
 @pytest.mark.nightly

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepsp.integrations.transformers import caches
+from deepsp.integrations.transformers import absorbed, caches
 from deepsp.integrations.transformers.arguments import check_arguments, check_keys, settle
 from deepsp.integrations.transformers.cores import Core, attend_to_chosen
 from deepsp.integrations.transformers.forward import Registration
@@ -47,6 +47,8 @@ def attention(
             return attend_to_chosen(core, keys, query, key, value, attention_mask, more), None
         chosen["has_sinks"] = s_aux is not None
         mask = Selected(keys, attention_mask, query, key.size(2), **chosen)
+        if keys.latents is not None:
+            return absorbed.attend(query, *keys.latents, mask, scaling, s_aux), None
         return attend(query, key, value, mask, dropout, scaling, s_aux), None
     member = member_of(registration.member)
     masks = settle(module, query, attention_mask, position_ids, member, kwargs, key)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from deepsp.integrations.transformers import latents
+from deepsp.integrations.transformers import absorbed, latents
 from deepsp.integrations.transformers.arguments import settle
 from deepsp.integrations.transformers.compressors import Entries
 from deepsp.integrations.transformers.forward import REGISTRATIONS, running
@@ -99,9 +100,16 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         if not is_check:
             cache.check(registration)
     running.caches.append(cache)
+    if kind is Keys and not is_check and absorbed.is_less(cache, registration):
+        cache.replace(module, "expand_kv", partial(_keep, cache))
     # transformers 5.24 renamed it.
     name = "cache" if "cache" in names else "past_key_values"
     return (), {**kwargs, **cache.enter(kwargs), name: cache}
+
+
+def _keep(cache: Keys, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    cache.latents = latent, rotated
+    return absorbed.unexpanded(cache.module, latent, rotated)
 
 
 def _leave(module: nn.Module, *_) -> None:

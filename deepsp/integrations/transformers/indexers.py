@@ -109,6 +109,8 @@ class Keys(StandIn):
         """The queries for which the indexer runs."""
         self.indexed: Tensor | None = None
         """The indexer's keys, once they are known and it runs for some queries at a time."""
+        self.latents: tuple[Tensor, Tensor] | None = None
+        """All tokens' latents and rotated parts, where attention reads them unexpanded."""
         self._wants_keys = False
         # Qwen4's indexer takes its last keys for those of its queries, and reads all positions.
         self.ends_with_queries = hasattr(self._indexer, "compress_ratio")
@@ -120,7 +122,7 @@ class Keys(StandIn):
     def enter(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Run the module's indexer by :meth:`choose` during this call."""
         if self._indexer is not None:
-            self.replace_forward(self._indexer, partial(self.choose, self._indexer.forward))
+            self.replace(self._indexer, "forward", partial(self.choose, self._indexer.forward))
         changed: dict[str, Any] = {"attention_mask": self.mask(arguments["hidden_states"])}
         if self.ends_with_queries:
             embeddings = arguments["position_embeddings"]
@@ -281,7 +283,10 @@ class Keys(StandIn):
     def parts(self, heads: int) -> list[range]:
         """Cut the queries in as many parts on every rank, so that :data:`ENTRIES` scores, of so
         many heads, exist at a time. Parts may be empty."""
-        step = max(1, ENTRIES // (self.batch_size * heads * sum(self.lens)))
+        return self.cut(max(1, ENTRIES // (self.batch_size * heads * sum(self.lens))))
+
+    def cut(self, step: int) -> list[range]:
+        """Cut the queries in as many parts on every rank, of at most ``step``."""
         count = -(-max(self.lens) // step)
         ends = [self.count * n // count for n in range(count + 1)]
         return [range(a, b) for a, b in itertools.pairwise(ends)]

@@ -53,7 +53,7 @@ class Latents(StandIn):
         heads, each = module.num_heads, module.qk_nope_head_dim + module.v_head_dim
         begin, end, _, _ = torch.ops.deepsp.head_split(heads, heads, size, rank)
         rows = slice(begin * each, end * each)
-        self.replace_forward(module.kv_b_proj, partial(_by_rows, module.kv_b_proj, rows))
+        self.replace(module.kv_b_proj, "forward", partial(_by_rows, module.kv_b_proj, rows))
         return {}
 
     def attend(

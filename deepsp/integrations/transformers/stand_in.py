@@ -22,7 +22,7 @@ class StandIn:
 
     def __init__(self, module: nn.Module, lens: list[int], member: Member | None):
         self.module, self.lens, self.member = module, lens, member
-        self._replaced: list[tuple[dict[str, Any], Callable | None]] = []
+        self._replaced: list[tuple[dict[str, Any], str, Callable | None]] = []
 
     @property
     def first(self) -> int:
@@ -38,15 +38,16 @@ class StandIn:
         return {}
 
     def leave(self) -> None:
-        """End the call: modules get their own forward back."""
+        """End the call: modules get their own methods back."""
         while self._replaced:
-            attributes, forward = self._replaced.pop()
-            attributes.pop("forward", None)
-            if forward is not None:
-                attributes["forward"] = forward
+            attributes, name, method = self._replaced.pop()
+            attributes.pop(name, None)
+            if method is not None:
+                attributes[name] = method
 
-    def replace_forward(self, module: nn.Module, forward: Callable) -> None:
-        """Give a module another forward until the call ends; a copy of the module keeps it no
-        longer."""
-        self._replaced.append((vars(module), vars(module).get("forward")))
-        vars(module)["forward"] = forward
+    def replace(self, module: nn.Module, name: str, method: Callable) -> None:
+        """Give a module another method until the call ends. A copy of the model that is made later
+        has its own."""
+        attributes = vars(module)
+        self._replaced.append((attributes, name, attributes.get(name)))
+        attributes[name] = method
