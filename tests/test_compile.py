@@ -31,11 +31,12 @@ _LISTS_OF_DTYPES = {
 
 def _opcheck(name):
     form, _, plain = name.rpartition(":")
-    args = arguments("skewed")[plain if form == "backend" else name]
+    args = arguments("skewed")[plain if form in ("backend", "keys") else name]
     keywords = {
         "backend": {"backend_sums": torch.float32},
         "cut": {"query_parts": dist.get_world_size()},
         "halo": {"halo": 1},
+        "keys": {"exchange": "keys"},
     }
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         overload = getattr(op, "distributed_attention" if name == "chunked" else plain).default
@@ -61,6 +62,7 @@ def _opcheck(name):
      "heads_to_output",
      "_project_to_heads_start", "_project_to_heads_backward", "_heads_to_output_wait",
      "_heads_to_output_weight_grad", "distributed_attention", "chunked",
+     "keys:distributed_attention",
      "_kv_of_cell", "_attention_of_cell", "_dropout_seed", "_attention_with_dropout",
      "_attention_with_dropout_backward", "_blockwise_attention", "_blockwise_attention_backward",
      "_streamed_attention", "_streamed_attention_backward", "_check_attention",

@@ -3,6 +3,8 @@ in float64 against one process, loss and every gradient; what is sent; what is r
 
 import copy
 import itertools
+import types
+from unittest import mock
 
 import indexed
 import pytest
@@ -25,10 +27,21 @@ from trained import (
 )
 
 import deepsp
-from deepsp.integrations.transformers import indexers, register, sequence_parallel, shard_experts
+from deepsp.integrations.transformers import (
+    absorbed,
+    indexers,
+    register,
+    sequence_parallel,
+    shard_experts,
+)
 
 KINDS = ["plain", "left", "right", "packed"]
 HYBRIDS = ["glm5_next", "qwen4_exp_text"]
+UNEXPANDED = [
+    *("deepseek_v32", "glm_moe_dsa", "hy_v4", "axk2", "dots3_note_text"),
+    *("mistral_large4", "hy_v4_vl"),
+]
+"""Models whose attention reads chosen latents."""
 ONE_DOCUMENT = [*indexed.BLOCKS, "glm5_next"]
 """Models whose rows have one document each."""
 
@@ -93,8 +106,10 @@ def _equals(name):
         loss.backward()
         expected[kind] = loss.item(), _gradients(model)
     indexed.attend_by(model, name, "deepsp")
-    for kind in expected:
-        _compare(kind, _sharded(model, name, indexed.batch(kind)), model, expected[kind])
+    with mock.patch.object(absorbed, "attend", wraps=absorbed.attend) as attend:
+        for kind in expected:
+            _compare(kind, _sharded(model, name, indexed.batch(kind)), model, expected[kind])
+    assert (attend.call_count > 0) == (name in UNEXPANDED)
     if name in ONE_DOCUMENT:
         with pytest.raises(ValueError, match="expected one document in each row"):
             model(**_shards(name, indexed.batch("packed")))
@@ -114,7 +129,7 @@ def _equals(name):
     indexers.ENTRIES = most
 
     # A copy has weights of its own, and the model works as before with its own attention.
-    assert not any("forward" in vars(m) for m in model.modules())
+    assert not any({"forward", "expand_kv"} & vars(m).keys() for m in model.modules())
     other = copy.deepcopy(model)
     with torch.no_grad():
         for p in other.parameters():
@@ -135,21 +150,22 @@ def _equals(name):
     assert torch.equal(grown, again)
 
 
-@pytest.mark.parametrize("name", indexed.NAMES)
+def _nightly_but(names):
+    return [n if n in names else pytest.param(n, marks=pytest.mark.nightly) for n in indexed.NAMES]
+
+
+_AT_EVERY_COMMIT = [
+    *("deepseek_v32", "hy_v4", "dots3_note_text", "minimax_m3_vl_text"),
+    *("qwen4_exp_text", "deepseek_v4", "glm5_next"),
+]
+
+
+@pytest.mark.parametrize("name", _nightly_but(_AT_EVERY_COMMIT))
 def test_equals_one_process(name):
     on_ranks(2, _equals, name, apart="hybrid")
 
 
-_AT_EVERY_COMMIT = ["deepseek_v32", "deepseek_v4", "minimax_m3_vl_text", "glm5_next"]
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        n if n in _AT_EVERY_COMMIT else pytest.param(n, marks=pytest.mark.nightly)
-        for n in indexed.NAMES
-    ],
-)
+@pytest.mark.parametrize("name", _nightly_but(["deepseek_v32", "deepseek_v4"]))
 def test_three_ranks(name):
     on_ranks(3, _equals, name, apart="hybrid")
 
@@ -158,6 +174,59 @@ def test_three_ranks(name):
 @pytest.mark.parametrize("name", indexed.NAMES)
 def test_five_ranks(name):
     on_ranks(5, _equals, name, apart="hybrid")
+
+
+class _Adapted(torch.nn.Linear):
+    pass
+
+
+def _expanded():
+    """With another layer around latents, and few scores at a time."""
+    in_float64()
+    register()
+    for name in ("deepseek_v32", "hy_v4"):
+        model = indexed.make(name)
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj.__class__ = _Adapted
+        batch = indexed.batch("left")
+        loss = _alone(model, name, batch)
+        loss.backward()
+        expected = loss.item(), _gradients(model)
+        model.set_attn_implementation("deepsp")
+        most = indexers.ENTRIES
+        for entries in (most, 5 * indexed.ROWS * 4 * indexed.LENGTH):
+            indexers.ENTRIES = entries
+            _compare("expanded", _sharded(model, name, batch), model, expected)
+        indexers.ENTRIES = most
+
+
+def test_expanded_latents():
+    on_ranks(2, _expanded, apart="hybrid")
+
+
+def test_gradients_of_latents_are_added_in_float32():
+    """In bfloat16, 256 + 1 is 256."""
+    tokens, dtype = 512, torch.bfloat16
+    module = types.SimpleNamespace(
+        kv_b_proj=torch.nn.Linear(2, 4, bias=False, dtype=dtype),
+        num_heads=1,
+        qk_nope_head_dim=2,
+        v_head_dim=2,
+    )
+    with torch.no_grad():
+        module.kv_b_proj.weight.copy_(torch.eye(2).repeat(2, 1))
+    keys = types.SimpleNamespace(module=module, cut=lambda _: [range(256), range(256, tokens)])
+    mask = types.SimpleNamespace(
+        keys=keys,
+        indices=torch.zeros(1, tokens, 1, dtype=torch.int32),
+        seen=lambda _: tokens,
+        mask=types.SimpleNamespace(part=lambda q, k: torch.ones(1, 1, len(q), len(k)).bool()),
+    )
+    latent = torch.ones(1, 1, tokens, 2, dtype=dtype, requires_grad=True)
+    query, rotated = torch.zeros(1, 1, tokens, 3, dtype=dtype), torch.zeros(1, 1, tokens, 1)
+    absorbed.attend(query, latent, rotated.to(dtype), mask, 1.0, None).sum().backward()
+    assert latent.grad[0, 0, 0].tolist() == [tokens, tokens]
+    assert not latent.grad[0, 0, 1:].any()
 
 
 def _images():
@@ -217,10 +286,6 @@ class _Sent(TorchDispatchMode):
             given = args[0] if isinstance(args[0], list) else args[:1]
             self.numbers[name] += sum(x.numel() for x in given)
         return function(*args, **(kwargs or {}))
-
-
-class _Adapted(torch.nn.Linear):
-    pass
 
 
 def _bytes():
@@ -601,7 +666,7 @@ def _trained(size, batch, name, experts=False, sft=False, **given):
     ("name", "more"),
     [
         ("glm_moe_dsa", {"experts": True, "gradient_accumulation_steps": 2}),
-        ("deepseek_v4", {"gradient_checkpointing": True}),
+        pytest.param("deepseek_v4", {"gradient_checkpointing": True}, marks=pytest.mark.nightly),
         ("deepseek_v32", {"sft": True}),
     ],
 )
