@@ -205,8 +205,8 @@ def test_expanded_latents():
 
 
 def test_gradients_of_latents_are_added_in_float32():
-    """In bfloat16, 256 + 1 is 256."""
-    tokens, dtype = 512, torch.bfloat16
+    """In bfloat16, 257 is 256, and 256 + 258 is 512."""
+    tokens, dtype = 515, torch.bfloat16
     module = types.SimpleNamespace(
         kv_b_proj=torch.nn.Linear(2, 4, bias=False, dtype=dtype),
         num_heads=1,
@@ -215,7 +215,7 @@ def test_gradients_of_latents_are_added_in_float32():
     )
     with torch.no_grad():
         module.kv_b_proj.weight.copy_(torch.eye(2).repeat(2, 1))
-    keys = types.SimpleNamespace(module=module, cut=lambda _: [range(256), range(256, tokens)])
+    keys = types.SimpleNamespace(module=module, cut=lambda _: [range(257), range(257, tokens)])
     mask = types.SimpleNamespace(
         keys=keys,
         indices=torch.zeros(1, tokens, 1, dtype=torch.int32),
@@ -225,7 +225,7 @@ def test_gradients_of_latents_are_added_in_float32():
     latent = torch.ones(1, 1, tokens, 2, dtype=dtype, requires_grad=True)
     query, rotated = torch.zeros(1, 1, tokens, 3, dtype=dtype), torch.zeros(1, 1, tokens, 1)
     absorbed.attend(query, latent, rotated.to(dtype), mask, 1.0, None).sum().backward()
-    assert latent.grad[0, 0, 0].tolist() == [tokens, tokens]
+    assert latent.grad[0, 0, 0].tolist() == [516, 516]
     assert not latent.grad[0, 0, 1:].any()
 
 
@@ -255,19 +255,17 @@ def test_images():
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
+    ("name", "size"),
     [
-        ("deepseek_v3", 2),
-        ("minicpm3", 2),
-        *(
-            pytest.param(name, ranks, marks=pytest.mark.nightly)
-            for name in indexed.LATENT
-            for ranks in (2, 3, 5)  # of 5, some split heads' queries
-        ),
+        pytest.param(
+            name, size, marks=[] if name == "deepseek_v3" and size == 2 else pytest.mark.nightly
+        )
+        for name in indexed.LATENT
+        for size in (2, 3, 5)  # on 3 and 5 ranks, heads' queries are split
     ],
 )
-def test_latents(name, ranks):
-    on_ranks(ranks, _equals, name, apart="hybrid")
+def test_latents(name, size):
+    on_ranks(size, _equals, name, apart="hybrid")
 
 
 # ------------------------------------------------------------------- what is sent
@@ -623,7 +621,7 @@ def _pass_by_keys():
     _compare("pass", loss, model, expected)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_the_pass_takes_a_mask_of_queries(ranks):
     on_ranks(ranks, _pass_by_keys)
 
