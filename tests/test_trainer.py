@@ -6,6 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import indexed
 import numpy as np
 import pytest
 import torch
@@ -309,7 +310,7 @@ def test_predict(world, size):
             np.testing.assert_array_equal(labels, theirs)
 
 
-def _resumes(size, batch, folder):
+def _resumes(size, batch, folder, name):
     """Four steps; two steps and, from what they saved, two more."""
     from transformers import set_seed
 
@@ -324,26 +325,31 @@ def _resumes(size, batch, folder):
             save_strategy="steps" if steps == 2 else "no",
             save_steps=2,
             output_dir=folder,
+            ddp_find_unused_parameters=name in indexed.TEXT,  # indexers have no gradients
         )
-        trainer = cls(tiny("qwen3_next"), args, train_dataset=Rows(40), **more)
+        trainer = cls(tiny(name), args, train_dataset=Rows(40), **more)
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2" if again else None)
         found.append(logs(trainer))
     return found
 
 
-def _resumes_elsewhere(size, batch, folder):
+def _resumes_elsewhere(size, batch, folder, name):
     cls, more = trainer_class(size)
     args = arguments(
-        per_device_train_batch_size=batch, max_steps=4, eval_strategy="no", output_dir=folder
+        per_device_train_batch_size=batch,
+        max_steps=4,
+        eval_strategy="no",
+        output_dir=folder,
+        ddp_find_unused_parameters=name in indexed.TEXT,
     )
-    trainer = cls(tiny("qwen3_next"), args, train_dataset=Rows(40), **more)
+    trainer = cls(tiny(name), args, train_dataset=Rows(40), **more)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     return logs(trainer)
 
 
 def test_resumed_training_is_unbroken_training(tmp_path):
     """Also on another number of ranks."""
-    items = (("folder", str(tmp_path)),)
+    items = (("folder", str(tmp_path)), ("name", "qwen3_next"))
     unbroken, _, resumed = on_ranks(2, run_launched, _resumes, 2, 2, items)[0]
     assert resumed[:-1] == unbroken[:-1] and len(resumed) == 5
     for world in (1, 3):
@@ -351,6 +357,17 @@ def test_resumed_training_is_unbroken_training(tmp_path):
         found = on_ranks(world, *call)[0] if world > 1 else call[0](*call[1:])
         for a, b in zip(found[:-1], unbroken[:-1], strict=True):
             assert a == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_resumed_training_with_an_indexer(tmp_path):
+    """As in one process, where what is resumed differs from unbroken training, too."""
+    folders = [(("folder", str(tmp_path / n)), ("name", "deepseek_v32")) for n in ("a", "b")]
+    expected = run_launched(_resumes, 1, 2, folders[0])
+    for mine in on_ranks(2, run_launched, _resumes, 2, 2, folders[1]):
+        for part, whole in zip(mine, expected, strict=True):
+            for a, b in zip(part[:-1], whole[:-1], strict=True):
+                assert a == pytest.approx(b, rel=1e-4)
 
 
 def _fsdp(size, batch, without_logits=False):
