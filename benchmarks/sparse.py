@@ -7,13 +7,14 @@ on 1, 2 and 4 ranks of this machine, which take turns over the lengths in one ru
   keys          register()'s way: latents and the indexer's keys are gathered; queries stay, and
                 read the latents that they chose
   heads         DeepSpeed-Ulysses' way: queries, expanded keys and values, and outputs are exchanged
-                by heads; the indexer's keys, and what it chose, are gathered; attention has a mask
+                by heads; the indexer's keys and its choice are gathered; attention has a mask
   alone         as "keys", in a group of one process
 
 All of them compute attention for some queries at a time; the loss and gradients of the first two
 are compared. A time is that of the slowest rank. Bytes are those that all ranks send, from the
-shapes of what is exchanged. Peak memory is the largest rank's in the step, above what it holds
-before (VmHWM; ranks send messages, since memory that they shared would count for each).
+shapes of what is exchanged; the gathered choice of "heads" is listed apart, and ratios leave it
+out. Peak memory is the largest rank's in the step, above what it holds before (VmHWM; ranks send
+messages, since memory that they shared would count for each).
 
     python benchmarks/sparse.py
     python benchmarks/sparse.py --tokens 2048 --rounds 1
@@ -75,16 +76,18 @@ class Sent(TorchDispatchMode):
 
     def __init__(self, size: int):
         super().__init__()
-        self.size, self.bytes = size, 0
+        self.size, self.bytes, self.chosen = size, 0, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.split(".")[0]
         given = args[0] if args and isinstance(args[0], list) else args[:1]
-        if name in ("seq_to_heads_start", "heads_to_seq_start"):
+        if name in ("seq_to_heads_start", "heads_to_seq_start", "heads_to_seq"):
             size = sum(x.nbytes for x in given)
             self.bytes += size * (self.size - 1) // self.size
         elif name in ("all_gather", "all_gather_start"):
-            self.bytes += sum(x.nbytes for x in given) * (self.size - 1)
+            size = sum(x.nbytes for x in given) * (self.size - 1)
+            self.bytes += size
+            self.chosen += size if given[0].dtype == torch.int32 else 0
         elif name in ("reduce_scatter", "reduce_scatter_start"):
             self.bytes += sum(x.nbytes for x in given) * (self.size - 1) // self.size
         return function(*args, **(kwargs or {}))
@@ -147,7 +150,7 @@ def measure_size(tokens: int, ways: tuple[str, ...], args: argparse.Namespace) -
             loss.backward()
         return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
-    report: dict = {"bytes": {}, "mib": {}, "ms": {}}
+    report: dict = {"bytes": {}, "chosen": {}, "mib": {}, "ms": {}}
     results = {}
     for way in ways:  # the first step warms nothing up that matters in steps of seconds
         with Sent(size) as sent:
@@ -157,6 +160,7 @@ def measure_size(tokens: int, ways: tuple[str, ...], args: argparse.Namespace) -
         results[way] = [x.clone() for x in found]
         report["mib"][way] = bench.largest(mib)[0]
         report["bytes"][way] = bench.summed(sent.bytes)
+        report["chosen"][way] = bench.summed(sent.chosen)
     if len(ways) > 1:
         for found in results.values():
             for x in found[1:]:
@@ -192,10 +196,13 @@ def tables(results: dict) -> list[bench.Table]:
         alone = results[f"{tokens}/1"]["ms"][ALONE]
         for way, ms in x["ms"].items():
             of_heads = [
-                f"{x['bytes'][way] / x['bytes'][HEADS]:.3f}" if way == KEYS else "–",
+                f"{x['bytes'][way] / (x['bytes'][HEADS] - x['chosen'][HEADS]):.3f}"
+                if way == KEYS
+                else "–",
                 bench.ratio(ms, x["ms"][HEADS]) if way == KEYS else "–",
             ]
-            mib = f"{x['bytes'][way] / 2**20:.2f}"
+            chosen, total = (x[name][way] / 2**20 for name in ("chosen", "bytes"))
+            mib = f"{total - chosen:.2f}" + f" + {chosen:.2f}" * (chosen > 0)
             rows.append(
                 [
                     f"{int(tokens):,}",
@@ -208,7 +215,7 @@ def tables(results: dict) -> list[bench.Table]:
                     f"{x['mib'][way]:.0f}",
                 ]
             )
-    columns = ["tokens", "ranks", "", "step, ms: min / median", "of alone", "sent, MiB"]
+    columns = ["tokens", "ranks", "", "step, ms: min / median", "of alone", "sent + choice, MiB"]
     columns += ["bytes, of heads", "time, of heads", "peak, MiB a rank"]
     return [bench.Table("A step of a layer", columns, rows)]
 

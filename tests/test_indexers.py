@@ -181,13 +181,17 @@ class _Adapted(torch.nn.Linear):
 
 
 def _expanded():
-    """With another layer around latents, and few scores at a time."""
+    """With another layer that expands latents, or a hook on it, and few scores at a time."""
     in_float64()
     register()
     for name in ("deepseek_v32", "hy_v4"):
         model = indexed.make(name)
         for layer in model.model.layers:
-            layer.self_attn.kv_b_proj.__class__ = _Adapted
+            expand = layer.self_attn.kv_b_proj
+            if name == "hy_v4":
+                expand.register_forward_hook(lambda _, args, out: 2 * out)
+            else:
+                expand.__class__ = _Adapted
         batch = indexed.batch("left")
         loss = _alone(model, name, batch)
         loss.backward()

@@ -109,7 +109,7 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
 
 def _keep(cache: Keys, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     cache.latents = latent, rotated
-    return absorbed.unexpanded(cache.module, latent, rotated)
+    return absorbed.unexpanded(cache.module, latent)
 
 
 def _leave(module: nn.Module, *_) -> None:

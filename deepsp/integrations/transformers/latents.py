@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from deepsp.integrations.transformers.arguments import check_keys
 from deepsp.integrations.transformers.forward import Registration
@@ -21,21 +20,29 @@ from deepsp.sequence.attention.function import sdpa
 from deepsp.sequence.attention.parts import by_tiles, resolve
 
 
+def is_plain(module: nn.Module, registration: Registration) -> bool:
+    """Return whether deepsp's own attention runs, without dropout, and the layer that expands
+    latents is nothing but its weight: no adapter, quantization, hook or wrapper of its own."""
+    layer = module.kv_b_proj
+    weight = getattr(layer, "_parameters", {}).get("weight")
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if type(layer) is not nn.Linear or type(weight) is not nn.Parameter:
+        return False
+    if "forward" in vars(layer) or any(getattr(layer, name) for name in hooks):
+        return False
+    drops = module.training and getattr(module, "attention_dropout", 0) > 0
+    return registration.core == "auto" and not drops
+
+
 def are_less(
     module: nn.Module, registration: Registration, masks: Masks, member: Member, hidden: Tensor
 ) -> bool:
-    """Return whether latents travel: they are fewer numbers than keys and values, and one linear
-    layer expands them. ``hidden``: [B, S_r, D]."""
-    size, heads, expand = member[1], module.num_heads, module.kv_b_proj
-    plain = registration.core == "auto" and registration.chunks == 1
-    if not plain or registration.kv_chunk is not None or masks.deal is not None:
+    """Return whether latents travel: they can, and are fewer elements than keys and values.
+    ``hidden``: [B, S_r, D]."""
+    size, heads = member[1], module.num_heads
+    if not is_plain(module, registration) or masks.ranges is None or masks.deal is not None:
         return False
-    if masks.ranges is None or (module.training and getattr(module, "attention_dropout", 0) > 0):
-        return False
-    # Adapters and quantized layers make keys and values of all heads at once.
-    if type(expand) is not nn.Linear or "forward" in vars(expand):
-        return False
-    if isinstance(expand.weight, DTensor):
+    if registration.chunks != 1 or registration.kv_chunk is not None:
         return False
     if resolve(registration.query_parts, heads, size, by_tiles(hidden.device, hidden.dtype)) != 1:
         return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -84,8 +84,7 @@ def attend(
     """Attend from query [B, H, S_r, D] to key and value [B, Hkv, K, D]; return [B, S_r, H, Dv].
     ``sinks``: [H].
 
-    Some queries run at a time, and again in backward, so that no mask and no scores [S_r, K] are
-    kept."""
+    Queries are computed in parts, so that no mask and no scores [S_r, K] are kept."""
     scaling = query.size(-1) ** -0.5 if scaling is None else scaling
     heads = query.size(1)
     if sinks is not None:
@@ -100,15 +99,35 @@ def attend(
 
     # On CPU, and in masks by heads, all heads have scores.
     by_heads = query.device.type == "cpu" or mask.block_indices is not None
-    every = [queries for queries in mask.keys.parts(heads if by_heads else 1) if queries]
-    if len(every) == 1:
-        return some(query, key, value, *every).transpose(1, 2)
-    parts = []
-    for queries in every:
-        q = query[:, :, queries.start : queries.stop]
-        how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": dropout > 0}
-        parts.append(checkpoint(some, q, key, value, queries, **how))
-    return torch.cat(parts, 2).transpose(1, 2)
+    parts = mask.keys.parts(heads if by_heads else 1)
+    return in_parts(some, query, (key, value), parts, dropout > 0).transpose(1, 2)
+
+
+def in_parts(
+    compute: Callable[..., Tensor],
+    query: Tensor,
+    others: tuple[Tensor, ...],
+    parts: list[range],
+    draws: bool = False,
+) -> Tensor:
+    """Compute some queries at a time, and again in backward; return the joined results. One part
+    that has all queries isn't computed again.
+
+    Args:
+        compute: called with a part of query, the others, and its range; returns [B, H, n, D].
+        query: [B, H, S_r, D].
+        others: further tensors.
+        parts: consecutive ranges of queries, which may be empty.
+        draws: whether ``compute`` draws random numbers.
+    """
+    parts = [part for part in parts if part]
+    if len(parts) == 1:
+        return compute(query, *others, *parts)
+    results = [
+        checkpoint(compute, q, *others, part, use_reentrant=False, preserve_rng_state=draws)
+        for q, part in zip(query.split([*map(len, parts)], 2), parts, strict=True)
+    ]
+    return torch.cat(results, 2)
 
 
 def _with_sinks(

@@ -34,7 +34,7 @@ class StandIn:
         return (k, v) if self.member is None else gather_pair(k, v, 2, self.lens, self.member)
 
     def enter(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Begin the call. Return those of its arguments that change."""
+        """Begin the call. Return the arguments that change."""
         return {}
 
     def leave(self) -> None:
@@ -46,8 +46,8 @@ class StandIn:
                 attributes[name] = method
 
     def replace(self, module: nn.Module, name: str, method: Callable) -> None:
-        """Give a module another method until the call ends. A copy of the model that is made later
-        has its own."""
+        """Give a module another method until the call ends. A copy of the model made after the
+        call has its original method."""
         attributes = vars(module)
         self._replaced.append((attributes, name, attributes.get(name)))
         attributes[name] = method
