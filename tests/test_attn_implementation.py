@@ -348,9 +348,7 @@ def _refused():
             "got other mask functions",
         ),
         (
-            lambda: masking_utils.create_sliding_window_causal_mask(
-                windowed.config, embeds, None, None, allow_is_causal_skip=False
-            ),
+            lambda: masks(1, 6, 6, mask_function=masking_utils.bidirectional_mask_function),
             "got other mask functions",
         ),
         (lambda: register(chunks=0), "chunks to be an int >= 1, got 0"),

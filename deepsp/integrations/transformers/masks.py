@@ -89,9 +89,9 @@ class Masks:
         if user_mask is None and not self.causal and not self.bidirectional:
             # Documents among this rank's tokens; those of the full sequence are found later.
             # A model whose indexer reads its mask never lets it be left out.
-            known = not use_vmap and pattern_of(mask_function) is not None
-            pattern = mask_function if known else None
-            if not known and not use_vmap:
+            known = None if use_vmap else pattern_of(mask_function)
+            pattern = mask_function if known is not None and known.right == 0 else None
+            if pattern is None and not use_vmap:
                 pattern = without_documents(mask_function)
             if pattern is not None:
                 self.pattern, self.causal = pattern, True
