@@ -80,16 +80,16 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.split(".")[0]
-        given = args[0] if args and isinstance(args[0], list) else args[:1]
+        tensors = args[0] if args and isinstance(args[0], list) else args[:1]
         if name in ("seq_to_heads_start", "heads_to_seq_start", "heads_to_seq"):
-            size = sum(x.nbytes for x in given)
+            size = sum(x.nbytes for x in tensors)
             self.bytes += size * (self.size - 1) // self.size
         elif name in ("all_gather", "all_gather_start"):
-            size = sum(x.nbytes for x in given) * (self.size - 1)
+            size = sum(x.nbytes for x in tensors) * (self.size - 1)
             self.bytes += size
-            self.chosen += size if given[0].dtype == torch.int32 else 0
+            self.chosen += size if tensors[0].dtype == torch.int32 else 0
         elif name in ("reduce_scatter", "reduce_scatter_start"):
-            self.bytes += sum(x.nbytes for x in given) * (self.size - 1) // self.size
+            self.bytes += sum(x.nbytes for x in tensors) * (self.size - 1) // self.size
         return function(*args, **(kwargs or {}))
 
 
@@ -155,15 +155,15 @@ def measure_size(tokens: int, ways: tuple[str, ...], args: argparse.Namespace) -
     for way in ways:  # the first step warms nothing up that matters in steps of seconds
         with Sent(size) as sent:
             begin = time.perf_counter()
-            found, mib = bench.growth(lambda way=way: step(way))
+            values, mib = bench.growth(lambda way=way: step(way))
             report["ms"][way] = bench.largest(1e3 * (time.perf_counter() - begin))
-        results[way] = [x.clone() for x in found]
+        results[way] = [x.clone() for x in values]
         report["mib"][way] = bench.largest(mib)[0]
         report["bytes"][way] = bench.summed(sent.bytes)
         report["chosen"][way] = bench.summed(sent.chosen)
     if len(ways) > 1:
-        for found in results.values():
-            for x in found[1:]:
+        for values in results.values():
+            for x in values[1:]:
                 dist.all_reduce(x)
         pairs = zip(*results.values(), strict=True)
         off = max(((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item() for a, b in pairs)

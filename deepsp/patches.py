@@ -227,7 +227,7 @@ STATE = {
 ATTRIBUTES = {
     "_deepsp_after_head": "a model's: what it does to its logits",
     "_deepsp_averaged": "a weight's: the group whose loss averages its gradients",
-    "_deepsp_cache": "an attention's: hooks give it a stand-in for its cache",
+    "_deepsp_cache": "a model's: its attentions have hooks that give them stand-ins for caches",
     "_deepsp_called": "a model's: it was checked",
     "_deepsp_checked": "a model's and its parts': the attention with which they were checked",
     "_deepsp_closed": "a module's in a schedule: it runs as it is",

@@ -347,10 +347,6 @@ def _refused():
             ),
             "got other mask functions",
         ),
-        (
-            lambda: masks(1, 6, 6, mask_function=masking_utils.bidirectional_mask_function),
-            "got other mask functions",
-        ),
         (lambda: register(chunks=0), "chunks to be an int >= 1, got 0"),
     ]:
 
@@ -359,6 +355,11 @@ def _refused():
                 call()
 
         assert names(raises)["deepsp::seq_to_heads"] == 0, message  # no q, k, v was sent
+    for function, is_causal in (
+        (masking_utils.bidirectional_mask_function, False),
+        (masking_utils.sliding_window_causal_mask_function(3), True),
+    ):  # without a word on whether they may be left out
+        assert masks(1, 6, 6, mask_function=function).causal == is_causal
     direct(sliding_window=12)
     windowed(**part)
     model(**part, attention_mask=padding, num_items_in_batch=torch.tensor(3))  # all is in order

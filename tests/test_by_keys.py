@@ -211,7 +211,7 @@ def _function():
             dist.all_reduce(x)
             torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
-    # Of different dtypes, in messages of their own.
+    # Tensors of different dtypes go in messages of their own.
     ids = torch.arange(1000, 1000 + 23).expand(2, -1)[..., None, None]
 
     def same(q, ids, latents, query_indices):
@@ -242,9 +242,16 @@ def _auto():
 
         _compare(shape, lens, None, options, attend=attend)
         plan = deepsp.plan_attention(
-            8, 2, seq_len=40, ranks=size, seq_lens=lens, head_dim=4, exchange="auto",
-            dtype=torch.float64, **options,
-        )  # fmt: skip
+            8,
+            2,
+            seq_len=40,
+            ranks=size,
+            seq_lens=lens,
+            head_dim=4,
+            exchange="auto",
+            dtype=torch.float64,
+            **options,
+        )
         assert plan.exchange == expected == ("keys" if hasattr(sent, "counts") else "heads")
         if expected == "keys":
             for rank, share in enumerate(plan.ranks):

@@ -30,6 +30,7 @@ import deepsp
 from deepsp.integrations.transformers import (
     absorbed,
     indexers,
+    masks,
     register,
     sequence_parallel,
     shard_experts,
@@ -408,6 +409,13 @@ def _with_core():
     register(core="sdpa")
     model.set_attn_implementation("deepsp")
     _compare("sdpa", _sharded(model, "deepseek_v3", batch), model, expected)
+
+    # With a mask of ones own, each layer exchanges lengths and positions once.
+    mask = {"attention_mask": torch.ones(2, 1, 29, 29, dtype=torch.bool).tril()}
+    part = _shards("deepseek_v3", indexed.batch("plain") | mask)
+    with mock.patch.object(masks, "on_all_ranks", wraps=masks.on_all_ranks) as exchanged:
+        model(**part)
+    assert exchanged.call_count == 3
 
 
 def test_other_cores_and_masks():

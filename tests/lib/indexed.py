@@ -220,25 +220,25 @@ def batch(kind: str = "plain", length: int = LENGTH) -> dict[str, torch.Tensor]:
     """Kinds: "plain", "left" and "right" (padding), "packed" (documents, by positions)."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (ROWS, length), generator=generator)
-    given = {"input_ids": ids, "labels": ids.clone()}
+    inputs = {"input_ids": ids, "labels": ids.clone()}
     if kind in ("left", "right"):
         mask = torch.ones_like(ids)
         mask[1, slice(9) if kind == "left" else slice(-9, None)] = 0
-        given |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+        inputs |= {"attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
     if kind == "packed":
-        given["position_ids"] = torch.stack(
+        inputs["position_ids"] = torch.stack(
             [
                 torch.cat([torch.arange(b - a) for a, b in itertools.pairwise([0, *ends])])
                 for ends in ENDS
             ]
         )
-    return given
+    return inputs
 
 
-def shifted(given: dict[str, torch.Tensor]) -> torch.Tensor:
+def shifted(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """The labels of next tokens, [B, S]; -100 where a document ends."""
-    labels = torch.nn.functional.pad(given["labels"][:, 1:], (0, 1), value=-100)
-    if "position_ids" in given:
+    labels = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+    if "position_ids" in inputs:
         for row, ends in enumerate(ENDS):
             labels[row, [end - 1 for end in ends]] = -100
     return labels

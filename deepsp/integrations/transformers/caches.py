@@ -25,7 +25,7 @@ from deepsp.integrations.transformers.stand_in import StandIn
 from deepsp.ranks.groups import member_of
 
 _PREPARED = "_deepsp_cache"
-"""The attribute of attentions that have hooks."""
+"""The attribute of models that :func:`prepare` has searched."""
 
 
 @functools.cache
@@ -51,12 +51,13 @@ def _kind_of(module: nn.Module) -> type[StandIn] | None:
 
 
 def prepare(model: nn.Module) -> None:
-    """Register the hooks on a model's attentions that need a stand-in."""
-    for module in model.modules():
-        if not hasattr(module, _PREPARED) and _kind_of(module) is not None:
+    """Register the hooks on a model's attentions that need a stand-in, once."""
+    for module in () if hasattr(model, _PREPARED) else model.modules():
+        # A model within this one may have been searched.
+        if _kind_of(module) is not None and _enter not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_enter, with_kwargs=True)
             module.register_forward_hook(_leave, always_call=True)
-            object.__setattr__(module, _PREPARED, True)
+    object.__setattr__(model, _PREPARED, True)
 
 
 def cache_in(module: nn.Module) -> StandIn | None:
@@ -87,13 +88,12 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]):
             lens = sequence.lens
         else:
             sequence = settle(module, hidden[:, None], sequence, positions, member)
-            positions, lens = (
-                sequence.of_call if positions is None else positions,
-                sequence.seq_lens,
-            )
+            positions = sequence.of_call if positions is None else positions
+            lens = sequence.seq_lens
     if kind is Latents:
+        kwargs["attention_mask"] = sequence  # settled: attention exchanges nothing again
         if not latents.are_less(module, registration, sequence, member, hidden):
-            return None
+            return (), kwargs
         cache: StandIn = Latents(module, lens, member)
     else:
         cache = kind(module, lens, member, sequence, hidden, positions)

@@ -161,9 +161,10 @@ def _prepared(
     # PaliGemma's decoder gets a mask, and asks transformers for one of its own.
     if isinstance(kwargs.get("attention_mask"), Masks):
         call.mask = kwargs.pop("attention_mask")
-    if call.door is None:
-        caches.prepare(model)
-    if call.door is None and mixers.prepare(model):
+    if call.door is not None:
+        return args, kwargs
+    caches.prepare(model)
+    if mixers.prepare(model):
         positions = mixers.positions_of(model, kwargs)
         call.has_mixers = True
         if places is None and positions is not None:

@@ -77,9 +77,7 @@ class Entries(Keys):
 
     def _entries(self) -> list[range]:
         """Return each rank's entries: those whose last token it has."""
-        rate, ends = self._compressor.compress_rate, [0]
-        for count in self.lens:
-            ends.append(ends[-1] + count)
+        rate, ends = self._compressor.compress_rate, itertools.accumulate(self.lens, initial=0)
         return [range(a // rate, b // rate) for a, b in itertools.pairwise(ends)]
 
     def store_compression_weights(

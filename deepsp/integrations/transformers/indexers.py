@@ -83,6 +83,8 @@ class _KeysKnown(Exception):
 class Keys(StandIn):
     """Stands in for the cache of an attention that has an indexer.
 
+    ``takes_user_masks``: whether the attention reads a mask [B, 1, S, S] of the user's.
+
     Args:
         module: as in :class:`StandIn`, as are ``lens`` and ``member``.
         lens: the number of tokens of each rank.
@@ -91,6 +93,8 @@ class Keys(StandIn):
         hidden: [B, S_r, D].
         positions: [B, S_r], of these tokens.
     """
+
+    takes_user_masks = True
 
     def __init__(
         self,
@@ -150,8 +154,6 @@ class Keys(StandIn):
         if hasattr(self._indexer, "block_size") and masks.is_packed:
             why = "whose indexer counts blocks from its beginning"
             raise ValueError(ONE_DOCUMENT.format(cls, why))
-
-    takes_user_masks = True
 
     def _check_mask(self, masks: Masks, cls: str) -> None:
         length, user = sum(self.lens), masks.user_mask

@@ -88,13 +88,12 @@ class Masks:
         self.full, self.use_vmap = False, use_vmap
         if user_mask is None and not self.causal and not self.bidirectional:
             # Documents among this rank's tokens; those of the full sequence are found later.
-            # A model whose indexer reads its mask never lets it be left out.
+            pattern = None if use_vmap else without_documents(mask_function)
             known = None if use_vmap else pattern_of(mask_function)
-            pattern = mask_function if known is not None and known.right == 0 else None
-            if pattern is None and not use_vmap:
-                pattern = without_documents(mask_function)
             if pattern is not None:
                 self.pattern, self.causal = pattern, True
+            elif known is not None:  # which a model doesn't let be left out: its indexer reads it
+                self.causal = known.right == 0
             elif call.door is not None:
                 self.full = True  # made before the decoder: by indices of the full sequence
             else:

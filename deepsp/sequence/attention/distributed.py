@@ -175,9 +175,9 @@ def attend_over(
 ) -> Tensor:
     (rank, _, name), lens = call.member, call.lens
     if exchange == "auto":
-        none = attn_mask is None and dropout_p == 0 and chunks == 1 and deal is None
+        may_be_keys = attn_mask is None and dropout_p == 0 and chunks == 1 and deal is None
         exchange = "heads"
-        if none and options.get("kv_chunk") is None:
+        if may_be_keys and options.get("kv_chunk") is None:
             left, right = window_size or (-1, -1)
             heads = [x.size(call.layout.index("h")) for x in call.qkv]
             function.check_heads(*heads)
