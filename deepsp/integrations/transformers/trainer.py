@@ -23,7 +23,7 @@ from transformers.trainer_utils import seed_worker
 
 from deepsp.integrations.door import subclass
 from deepsp.integrations.grouped import group_processes
-from deepsp.integrations.transformers import trl
+from deepsp.integrations.transformers import rollouts, trl
 from deepsp.integrations.transformers.dealt_experts import (
     TrainerAccelerator,
     check_checkpoints,
@@ -157,7 +157,8 @@ class SequenceParallel:
         kind = trl.trl_class(type(self))
         if kind is not None and self.sequence_options.sequence_parallel_size != 1:
             trl.check_arguments(kind.__name__.removesuffix("Trainer"), args, kwargs)
-        super().__init__(*args, **{n: x for n, x in kwargs.items() if n not in names})
+        with contextlib.nullcontext() if kind is None else rollouts.by_group(kind):
+            super().__init__(*args, **{n: x for n, x in kwargs.items() if n not in names})
         run = self.sequence_run
         if run is None:
             advice = "pass sequence_parallel_size, the number of ranks that share them"
@@ -167,6 +168,8 @@ class SequenceParallel:
         self.add_callback(_AlikeGenerators(self))
         if run.compares_rows and trl.generates(self):
             trl.seed_by_group(self)
+            if getattr(self, "use_vllm", False):
+                self.vllm_generation.sequence_timeout = self.args.ddp_timeout
 
     def sequence_prepare(self) -> None:
         """Makes the models attend to full sequences, once."""

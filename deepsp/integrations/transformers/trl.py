@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 from deepsp.data.roles import table_of
 from deepsp.integrations.proof.cut import TOKENS, densest
-from deepsp.integrations.transformers import mixers
+from deepsp.integrations.transformers import mixers, rollouts
 from deepsp.integrations.transformers.experts import refuse_dealt
 from deepsp.integrations.transformers.forward import full_rows_of
 from deepsp.integrations.transformers.registration import base_of
@@ -37,10 +37,8 @@ _REFUSED = {
     "local_loss": "TRL computes its losses from full rows",
     "compiled": "TRL computes log-probabilities without logits",
     "compute_metrics": "no rank has logits",
-    "use_vllm": "vLLM would generate for each rank of a group",
     "use_transformers_continuous_batching": "it needs attention of its own",
     "rollout_func": "it would run on every rank of a group",
-    "tools": "they would run on every rank of a group",
     "environment_factory": "environments would run on every rank of a group",
 }
 """Arguments of a trainer, or attributes of its ``args``, that must be empty, and why."""
@@ -74,6 +72,7 @@ def check_arguments(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
                 f"expected no {argument} in a sequence-parallel {name}Trainer, since {why}, got "
                 f"{value!r}; leave it out"
             )
+    rollouts.check_tools(kwargs.get("tools") or ())
 
 
 def generates(trainer: Trainer) -> bool:
@@ -197,7 +196,7 @@ def hooks(cls: type[Trainer]) -> dict[str, Callable]:
     def generate(self, *args, **kwargs):
         """Generates on whole sequences: deepsp's attention has no cache."""
         run = self.sequence_run
-        if run is None:
+        if run is None or self.use_vllm:
             return cls._generate_single_turn(self, *args, **kwargs)
         policy = self.accelerator.unwrap_model(self.model)
         with full_rows_of(policy).stock():
@@ -205,8 +204,15 @@ def hooks(cls: type[Trainer]) -> dict[str, Callable]:
         # Kernels that add up in another order may lead to another token.
         return objects_on_all_ranks(completions, run.groups.member, self.args.device)[0]
 
+    def tool_call_loop(self, *args, **kwargs):
+        if self.sequence_run is None:
+            return cls._tool_call_loop(self, *args, **kwargs)
+        with rollouts.tools_once(self, self.sequence_run.groups.member):
+            return cls._tool_call_loop(self, *args, **kwargs)
+
     every = {
         "_precompute_ref_logps": precompute,
+        "_tool_call_loop": tool_call_loop,
         "_generate_and_score_completions": generate_and_score,
         "_generate_single_turn": generate,
     }
