@@ -98,12 +98,15 @@ def test_kinds_of_rollouts(kind, reference):
 
 def _faults(fault, reference):
     size = dist.get_world_size()
-    given = {"use_vllm": True, "vllm_mode": "server", "ddp_timeout": 1, "num_generations": 2}
+    given = {"use_vllm": True, "vllm_mode": "server", "num_generations": 2}
     rows = pairs(24).remove_columns(["chosen", "rejected"])
     with launched(), installed(fault):
         cls, more = made("GRPO", size, batch=4, evaluates=False, max_completion_length=9, **given)
         more["model"].config._name_or_path = reference
         trainer = cls(reward_funcs=[reward_of], train_dataset=rows, **more)
+        assert trainer.vllm_generation.sequence_timeout == trainer.args.ddp_timeout
+        if fault == "slow":  # ddp_timeout itself would be that of other tests' groups, too
+            trainer.vllm_generation.sequence_timeout = 1
         trainer.train()
 
 
