@@ -111,10 +111,12 @@ class Rollouts:
             stack.enter_context(replaced(self, "accelerator", alone))
             stack.enter_context(replaced(module, "gather_object", list))
             stack.enter_context(replaced(module, "broadcast_object_list", lambda *_, **__: None))
-            answer = _within(
-                _WAIT * self.sequence_timeout,
-                functools.partial(ask, prompts, images, num_generations if repeats else 1),
+            # Only the request is left to a thread, which may outlive this call.
+            request = functools.partial(
+                _within, _WAIT * self.sequence_timeout, self.vllm_client.generate
             )
+            stack.enter_context(replaced(self.vllm_client, "generate", request))
+            answer = ask(prompts, images, num_generations if repeats else 1)
         _, completions, log_probs, _ = answer
         lengths = [len(ids) for ids in completions]
         if len(lengths) != len(prompts) or 0 in lengths:
@@ -168,13 +170,13 @@ def _on_all_ranks(call: Callable, what: str, member: Member) -> list[Any]:
     return [result for result, _ in outcomes]
 
 
-def _within(seconds: float, call: Callable) -> Any:
+def _within(seconds: float, call: Callable, *args: Any, **kwargs: Any) -> Any:
     """The result of ``call``. Raises if it takes longer; then a thread still waits for it."""
     outcome = {}
 
     def run() -> None:
         try:
-            outcome["result"] = call()
+            outcome["result"] = call(*args, **kwargs)
         except Exception as error:
             outcome["error"] = error
 
