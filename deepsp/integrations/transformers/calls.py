@@ -104,7 +104,8 @@ def _call(self, *args, **kwargs):
     if running.forward.prepared is self:  # within PEFT
         pass
     elif registration is not None and rows is not None and rows.takes_calls():
-        ensure_checked(self)  # before hooks, such as FSDP's, which a dry run runs, too
+        checked = self if rows.decoder is None else rows.decoder()
+        ensure_checked(checked)  # before hooks, such as FSDP's, which a dry run runs, too
     elif registration is not None:
         deal = kwargs.pop("deal", running.forward.deal)
         with calling(registration=registration, loss=registration.loss, deal=deal) as call:

@@ -118,15 +118,18 @@ class LossInHead:
     Args:
         model: the model of transformers.
         labels: [B, S_r], shifted.
-        how: further arguments of :func:`deepsp.linear_cross_entropy`.
+        loss: takes hidden states, weight, labels, bias, and ``how`` with softcap and scale.
+        how: further arguments of :func:`deepsp.linear_cross_entropy`, or of ``loss``.
 
     Raises:
         ValueError: the head isn't a plain ``nn.Linear``, or what the model does to its logits isn't
             known.
     """
 
-    def __init__(self, model: nn.Module, labels: Tensor, **how: Any):
-        self.model, self.labels, self.how = model, labels, how
+    def __init__(
+        self, model: nn.Module, labels: Tensor, loss: Callable = linear_cross_entropy, **how: Any
+    ):
+        self.model, self.labels, self.loss, self.how = model, labels, loss, how
         self.head = _head(model)
         self.how["softcap"], self.how["scale"] = _after_head(model, self.head)
         self.losses: list[Tensor] = []
@@ -147,7 +150,7 @@ class LossInHead:
                 "forward, got a DTensor, as tensor parallelism makes it; leave the head out of the "
                 "plan, or shard it with fully_shard or deepsp.shard_parameters"
             )
-        loss = linear_cross_entropy(hidden, head.weight, labels, head.bias, **self.how)
+        loss = self.loss(hidden, head.weight, labels, head.bias, **self.how)
         self.losses.append(loss)
         # Logits without classes. They depend on the loss, so that wrappers which search a model's
         # output for its part in backward (DDP, FSDP) find all of it. A clone, because FSDP's hook

@@ -51,7 +51,8 @@ def take_local_rows(model: nn.Module) -> None:
     if (rows := full_rows_of(model)) is not None:
         for handle in rows.handles:
             handle.remove()
-        vars(model).pop(FULL_ROWS, None)
+        for module in model.modules():
+            vars(module).pop(FULL_ROWS, None)
 
 
 REGISTRATIONS: dict[str, Registration] = {}

@@ -10,6 +10,7 @@ from accelerate import ParallelismConfig
 from deepsp.integrations.transformers.experts import refuse_dealt
 from deepsp.integrations.transformers.mixers import mixers_in
 from deepsp.integrations.transformers.multimodal import shard_at
+from deepsp.integrations.transformers.registration import is_classifier
 from deepsp.integrations.transformers.steps import Run
 
 _OF_THE_TRAINER = ("group", "gradients", "outputs", "query_parts")
@@ -66,6 +67,9 @@ def _refused(run: Run) -> Iterator[tuple[str, Any, str]]:
             "your own does",
         )
         yield "mix_lengths", options.mix_lengths, f"{model} is sharded where its decoder begins"
+    if is_classifier(run.base) and options.compiled is None:
+        for name in ("own_batches", "mix_lengths", "without_logits", "local_loss"):
+            yield name, getattr(options, name), f"{model} computes a loss of full rows itself"
     if options.own_batches:
         of_all = "the loss is divided by the number of labels of all ranks' rows"
         yield (
@@ -92,6 +96,8 @@ def _refused(run: Run) -> Iterator[tuple[str, Any, str]]:
         yield "mix_lengths with local_loss", options.mix_lengths, "tokens would be in another order"
         yield "compute_loss_func with local_loss", trainer.compute_loss_func, "it gets full rows"
         yield "label_smoothing_factor", args.label_smoothing_factor, "the class has its own loss"
+    if hasattr(trainer, "teacher_model") or options.teacher is not None:
+        yield "mix_lengths", options.mix_lengths, "the teacher gets full rows"
     config = run.base.config.get_text_config()
     if options.without_logits:
         yield "compute_loss_func with without_logits", trainer.compute_loss_func, "it gets logits"

@@ -129,6 +129,18 @@ def base_of(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def is_classifier(model) -> bool:
+    """Whether a model of transformers is a decoder with a linear head that is called on each
+    token."""
+    from transformers import modeling_layers
+
+    kinds = (
+        modeling_layers.GenericForSequenceClassification,
+        modeling_layers.GenericForTokenClassification,
+    )
+    return isinstance(model, kinds)
+
+
 _BY_THE_PASS = (
     "The compile pass may take it: in a trainer, pass compiled=True; in a loop of your own, "
     "torch.compile(model, backend='deepsp')"
@@ -136,11 +148,17 @@ _BY_THE_PASS = (
 
 
 def use_in(
-    model, group: Group, chunks: int = 1, query_parts: int | str = "auto", deal_images: bool = False
+    model,
+    group: Group,
+    chunks: int = 1,
+    query_parts: int | str = "auto",
+    deal_images: bool = False,
+    is_classifier: bool = False,
 ) -> dict[str, str]:
     """Sets a causal language model's attention over ``group`` and the loss of full sequences, for
     wrappers that average gradients over all ranks, and checks the model. Attention other than
-    "sdpa" and "eager" becomes the core. Returns the attention that the model had, as
+    "sdpa" and "eager" becomes the core. ``is_classifier``: the model is a classifier, of which only
+    the decoder gets this rank's tokens. Returns the attention that the model had, as
     ``set_attn_implementation`` takes it.
 
     Raises:
@@ -149,7 +167,8 @@ def use_in(
     from transformers import PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if not isinstance(model, PreTrainedModel) or model.loss_function is not ForCausalLMLoss:
+    is_model = isinstance(model, PreTrainedModel)
+    if not is_model or not (is_classifier or model.loss_function is ForCausalLMLoss):
         raise ValueError(
             "expected model to be a causal language model of transformers, got "
             f"{type(model).__name__}. {_BY_THE_PASS}"
@@ -165,7 +184,7 @@ def use_in(
     if not any(map(is_away, model.parameters())):
         # Else on its first forward, in which DeepSpeed gathers them.
         try:
-            check(model)
+            check(model.base_model if is_classifier else model)
         except ValueError as error:
             model.set_attn_implementation(before)
             raise ValueError(f"{error}. {_BY_THE_PASS}") from error

@@ -79,8 +79,7 @@ class Rollouts:
         member = self.sequence_groups.member
         if self.mode == "server":
             call = functools.partial(self._sequence_ask, ask, prompts, images, num_generations)
-            call = call if member[0] == 0 else lambda: None
-            return _on_all_ranks(call, "completions from the vLLM server", member)[0]
+            return once(call, "completions from the vLLM server", self.sequence_groups)
         share = -(-len(prompts) // member[1])
         mine = range(member[0] * share, (member[0] + 1) * share)
         if self.tensor_parallel_size == 1:
@@ -168,6 +167,12 @@ def _on_all_ranks(call: Callable, what: str, member: Member) -> list[Any]:
         if text is not None:
             raise RuntimeError(f"expected {what}, but rank {rank} got {text}") from error
     return [result for result, _ in outcomes]
+
+
+def once(call: Callable, what: str, groups: Groups) -> Any:
+    """The result of ``call``, or its error, which the first rank of a group gets for all."""
+    call = call if groups.member[0] == 0 else lambda: None
+    return _on_all_ranks(call, what, groups.member)[0]
 
 
 def _within(seconds: float, call: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,13 @@ from deepsp.integrations.transformers.forward import (
     take_local_rows,
 )
 from deepsp.integrations.transformers.own_loss import OwnLoss
-from deepsp.integrations.transformers.registration import attending_by, base_of, use_in
+from deepsp.integrations.transformers.registration import (
+    attending_by,
+    base_of,
+    is_classifier,
+    use_in,
+)
+from deepsp.loss import linear_cross_entropy
 from deepsp.ranks.groups import Group, Member, member_of
 
 _WHOLE = ("loss", "aux_loss", "rope_deltas")
@@ -89,7 +95,8 @@ class FullRows:
     """Gives a model deepsp's attention, and makes it take full rows.
 
     Args:
-        model: a causal language model of transformers, or PEFT around one.
+        model: a causal language model of transformers, a classifier of sequences or tokens that has
+            a decoder, or PEFT around one.
         group: the sequence group.
         without_logits: computes the loss by :class:`LossInHead`.
         roles: as in :func:`deepsp.shard_batch`.
@@ -109,6 +116,12 @@ class FullRows:
     """[B]: the rows whose tokens count in the loss that balances experts; None: all."""
     labels: Tensor | None = None
     """This rank's of the last call, shifted."""
+    in_head: Callable = staticmethod(linear_cross_entropy)
+    """What a head computes in place of logits, with ``without_logits``."""
+    decoder: weakref.ref | None = None
+    """The part of a classifier that is called with this rank's tokens; None: all of the model."""
+    share: _Share | None = None
+    """That of the decoder's last call."""
     is_off = False
     """Whether calls have this rank's tokens, or full rows for the model as it is."""
 
@@ -122,16 +135,23 @@ class FullRows:
     ):
         self.member, self.without_logits, self.roles = member_of(group), without_logits, roles
         base = base_of(model)
-        self.inputs = set(inspect.signature(base.forward).parameters)
+        at, rest = model, {}
+        if is_classifier(base):
+            at, rest = base.base_model, {"is_classifier": True}
+            self.decoder = weakref.ref(at)
+        self.inputs = set(inspect.signature(base_of(at).forward).parameters)
         self.shard_at = multimodal.shard_at(base)
-        self.before, self.model = use_in(base, group, **how), weakref.ref(base)
+        self.before, self.model = use_in(base, group, **rest, **how), weakref.ref(base)
         self._running = threading.local()
         take_local_rows(model)  # of an earlier trainer's
-        setattr(model, FULL_ROWS, self)
         self.handles = [  # they hold no reference to the model: no cycle
-            model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            at.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
+            at.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
+        if self.decoder is not None:
+            self.handles.append(base.score.register_forward_hook(self._gather_head))
+        for module in (model,) if self.decoder is None else (model, base, at):
+            setattr(module, FULL_ROWS, self)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
@@ -164,6 +184,7 @@ class FullRows:
         registration = calls.registration_of(base)
         if registration is None or not self.takes_calls():
             self._calls.append(None)
+            self.share = None
             return None
         batch = calls.named_arguments(model, args, kwargs)
         batch = {name: x for name, x in batch.items() if x is not None}
@@ -199,6 +220,7 @@ class FullRows:
                 base,
                 local.pop("shift_labels"),
                 group=over,
+                loss=self.in_head,
                 reduction="mean" if call.items is None else "sum",
                 average_gradients=True,
                 label_smoothing=smoothing,
@@ -232,7 +254,13 @@ class FullRows:
             call.stack.__exit__(*sys.exc_info())
             return None
         call.stack.close()
+        if self.decoder is not None:
+            self.share = call.share
+            return None
         return self._results(base_of(model), call, output)
+
+    def _gather_head(self, head: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        return output if self.share is None else self.share.full(output)
 
     # ---- results
 

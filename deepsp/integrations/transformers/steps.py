@@ -222,7 +222,7 @@ class LocalStep(FullStep):
     )
 
     def loss(self, compute: Compute, model, inputs, return_outputs: bool, count) -> Any:
-        run, trainer, (rows,) = self.run, self.run.trainer, self.rows
+        run, trainer, rows = self.run, self.run.trainer, self.rows[0]
         how = {"roles": run.options.roles, "shard_at": rows.shard_at, "inputs": rows.inputs}
         local, _ = local_batch(inputs, run.groups.group, **how)
         labels = local.get("shift_labels")
@@ -238,7 +238,8 @@ class LocalStep(FullStep):
         if count is None or not training:
             count = run.count(inputs["labels"], over_groups=averages or not training)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(rows.off())
+            for each in self.rows:
+                stack.enter_context(each.off())
             stack.enter_context(computing(run.base, LocalLoss(count)))
             stack.enter_context(trainer.accelerator.sequence_counting("one"))
             loss = compute(model, local, False, count)

@@ -24,15 +24,18 @@ from transformers.trainer_utils import seed_worker
 from deepsp.integrations.door import subclass
 from deepsp.integrations.grouped import group_processes
 from deepsp.integrations.transformers import rollouts, trl
+from deepsp.integrations.transformers.classifiers import ClassifierStep
 from deepsp.integrations.transformers.dealt_experts import (
     TrainerAccelerator,
     check_checkpoints,
     prepare_experts,
 )
+from deepsp.integrations.transformers.distillation import DistilledStep, GKDStep
 from deepsp.integrations.transformers.evaluation import numbered, real_rows
 from deepsp.integrations.transformers.experts import dealt_in, refuse_dealt
 from deepsp.integrations.transformers.proof import Proof
 from deepsp.integrations.transformers.refusals import check_parallelism, check_run
+from deepsp.integrations.transformers.registration import is_classifier
 from deepsp.integrations.transformers.steps import CompiledStep, FullStep, LocalStep, Run, Turns
 from deepsp.ranks.groups import Member, member_of
 from deepsp.ranks.randomness import align
@@ -53,6 +56,7 @@ class Options:
     local_loss: bool = False
     roles: Mapping[str, str] | None = None
     prove: bool | str = True
+    teacher: nn.Module | None = None
 
     def __post_init__(self):
         if self.compiled is True:
@@ -127,8 +131,7 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
         return trainer_class
     trl.check_class(trainer_class)
     attributes = {"__doc__": _DOC.format(trainer_class.__name__), "__module__": __name__}
-    if trl.trl_class(trainer_class) is not None:
-        attributes |= trl.hooks(trainer_class)
+    attributes |= trl.hooks(trainer_class)
     return subclass(SequenceParallel, trainer_class, **attributes)
 
 
@@ -178,10 +181,14 @@ class SequenceParallel:
         run = self.sequence_run
         check_run(run)
         options = run.options
-        kind = trl.RowsStep if run.compares_rows else FullStep
+        kind = step_class(self)
         kind = CompiledStep if options.compiled is not None else kind
         step = (LocalStep if options.local_loss else kind)(run)
-        models = trl.check_models(self, self._name) if run.compares_rows else [self.model]
+        models = [self.model]
+        if run.compares_rows or kind is GKDStep:
+            models = trl.check_models(self, self._name)
+        if options.teacher is not None:
+            models.append(options.teacher)
         for model in models:
             step.prepare(model)
         prepare_experts(run)
@@ -333,6 +340,18 @@ class SequenceParallel:
         if state_dict is None and dealt_in(self.model):
             state_dict = full_state_dict(self.sequence_run.base)  # every rank calls it
         super()._save(output_dir, state_dict)
+
+
+def step_class(trainer: Trainer) -> type[FullStep]:
+    """How a trainer's steps run, if its loss is of full rows that nothing compiles."""
+    names = {c.__name__ for c in type(trainer).__mro__ if c.__module__.startswith("trl.")}
+    if is_classifier(trainer.sequence_run.base):
+        return ClassifierStep
+    if "DistillationTrainer" in names:
+        return DistilledStep
+    if "GKDTrainer" in names:
+        return GKDStep
+    return trl.RowsStep if trainer.sequence_run.compares_rows else FullStep
 
 
 class _AlikeGenerators(TrainerCallback):

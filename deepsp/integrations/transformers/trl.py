@@ -1,4 +1,5 @@
-"""TRL's preference and RL trainers over sharded sequences: DPO, KTO, GRPO, RLOO.
+"""TRL's trainers of rows that belong together, over sharded sequences: DPO, KTO, GRPO, RLOO,
+distillation.
 
 Each rank of a group prepares the same full batch. The policy and the reference model take full rows
 (:mod:`.rows`), so from there on every rank of a group computes what one process computes.
@@ -7,17 +8,16 @@ Completions and rewards are those of the group's first rank."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accelerate.utils import set_seed
-from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
-from deepsp.data.roles import table_of
-from deepsp.integrations.proof.cut import TOKENS, densest
 from deepsp.integrations.transformers import mixers, rollouts
+from deepsp.integrations.transformers.classifiers import cut_rows
 from deepsp.integrations.transformers.experts import refuse_dealt
 from deepsp.integrations.transformers.forward import full_rows_of
 from deepsp.integrations.transformers.registration import base_of
@@ -25,8 +25,15 @@ from deepsp.integrations.transformers.steps import Compute, FullStep
 from deepsp.ranks.groups import objects_on_all_ranks
 from deepsp.ranks.randomness import align
 
-TRAINERS = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
-OTHERS = ("SFTTrainer", "_BaseTrainer", "BaseTrainer")
+TRAINERS = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
+OTHERS = (
+    "SFTTrainer",
+    "RewardTrainer",
+    "GKDTrainer",
+    "ServerDistillationTrainer",
+    "_BaseTrainer",
+    "BaseTrainer",
+)
 """The other classes of TRL whose subclasses are taken."""
 
 _GATHERS = ("gather", "gather_object")
@@ -56,9 +63,9 @@ def check_class(trainer_class: type[Trainer]) -> None:
         if cls.__module__.split(".")[0] == "trl" and cls.__name__ not in (*OTHERS, *TRAINERS):
             raise ValueError(
                 "expected trainer_class to be transformers' Trainer, TRL's SFTTrainer, "
-                f"{', '.join(TRAINERS)} or a subclass of these, got {trainer_class.__name__}: "
-                f"{cls.__name__} of TRL calls its model in ways that aren't supported over sharded "
-                "sequences; write its loss in a loop of your own, with deepsp.token_log_probs"
+                f"RewardTrainer, GKDTrainer, {', '.join(TRAINERS)} or a subclass of these, got "
+                f"{trainer_class.__name__}: {cls.__name__} of TRL calls its model in ways that "
+                "aren't supported over sharded sequences; write its loss in a loop of your own, with deepsp.token_log_probs"
             )
 
 
@@ -76,12 +83,14 @@ def check_arguments(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
 
 
 def generates(trainer: Trainer) -> bool:
-    return hasattr(trainer.args, "num_generations")
+    return hasattr(trainer.args, "max_completion_length")
 
 
 def set_generation_batch(trainer: Trainer, groups: int) -> None:
     """Counts the rows of a generation by groups. The arguments counted them by processes."""
     args = trainer.args
+    if not hasattr(args, "num_generations"):
+        return
     rows = args.per_device_train_batch_size * groups * args.steps_per_generation
     counts = [("generation batch", rows, args.num_generations)]
     if args.eval_strategy != "no":
@@ -116,29 +125,13 @@ class RowsStep(FullStep):
             return super().reference(compute, model, inputs, return_outputs, count)
 
     def cuts(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
-        """All rows: the last tokens of prompts, and the first ones of completions."""
-        batch = dict(inputs)
-        for prefix in ("KL_", "prompt_", "completion_", ""):
-            ids = next(
-                (inputs[n] for n in (f"{prefix}input_ids", f"{prefix}ids") if n in inputs), None
-            )
-            if ids is None or "pixel_values" in inputs:
-                continue
-            first = 0
-            if prefix == "prompt_":
-                first = max(0, ids.size(1) - TOKENS)
-            elif (mask := inputs.get(f"{prefix}completion_mask")) is not None:
-                first = densest((mask != 0).sum(0).cpu(), min(TOKENS, ids.size(1)))
-            for name, x in inputs.items():
-                of_tokens = isinstance(x, Tensor) and x.dim() >= 2 and x.size(1) == ids.size(1)
-                if of_tokens and (name.startswith(prefix) or prefix == "completion_"):
-                    batch[name] = x[:, first : first + TOKENS]
-        return batch, batch, table_of(batch)
+        return cut_rows(inputs)
 
 
 def check_models(trainer: Trainer, name: str) -> list:
-    """The policy, and the reference model if there is one."""
-    models = [m for m in (trainer.model, trainer.ref_model) if m is not None]
+    """The trained model, and the frozen one beside it if there is one."""
+    others = (getattr(trainer, name, None) for name in ("ref_model", "teacher_model"))
+    models = [trainer.model, *(m for m in others if m is not None)]
     base = base_of(trainer.accelerator.unwrap_model(trainer.model))
     if getattr(trainer, "aux_loss_enabled", False) and not mixers.is_balanced(base):
         raise ValueError(
@@ -210,7 +203,23 @@ def hooks(cls: type[Trainer]) -> dict[str, Callable]:
         with rollouts.tools_once(self, self.sequence_run.groups.member):
             return cls._tool_call_loop(self, *args, **kwargs)
 
+    def generate_on_policy(self, model, inputs, generation_config):
+        rows = full_rows_of(model)
+        if rows is None:
+            return cls.generate_on_policy_outputs(model, inputs, generation_config)
+        with rows.stock():
+            generated = cls.generate_on_policy_outputs(model, inputs, generation_config)
+        return objects_on_all_ranks(generated, self.sequence_run.groups.member, self.args.device)[0]
+
+    def teacher_log_probs(self, *args, **kwargs):
+        ask = functools.partial(cls._get_teacher_token_logprobs_from_server, self, *args, **kwargs)
+        if self.sequence_run is None:
+            return ask()
+        return rollouts.once(ask, "log-probabilities from the teacher", self.sequence_run.groups)
+
     every = {
+        "generate_on_policy_outputs": generate_on_policy,
+        "_get_teacher_token_logprobs_from_server": teacher_log_probs,
         "_precompute_ref_logps": precompute,
         "_tool_call_loop": tool_call_loop,
         "_generate_and_score_completions": generate_and_score,

@@ -1,0 +1,127 @@
+"""Reward models and classifiers of decoders over sharded sequences: what they log is what one
+process logs."""
+
+import pytest
+import torch
+from by_trl import same
+from trained import Rows, arguments, logs, pairs, tiny, tokenizer, trainer_class
+
+
+def _model(kind, of="llama", dtype=torch.float64):
+    """A classifier whose decoder is that of :func:`tiny`."""
+    import transformers
+
+    causal = tiny(of, dtype)
+    causal.config.classifier_dropout = 0.0
+    causal.config.num_labels = 1 if kind == "reward" else 3
+    cls = "TokenClassification" if kind == "tokens" else "SequenceClassification"
+    transformers.set_seed(1)
+    model = getattr(transformers, f"AutoModelFor{cls}").from_config(causal.config).to(dtype)
+    setattr(model, model.base_model_prefix, causal.base_model)
+    return model
+
+
+def _reward(size, batch, of="llama", kind="", **given):
+    """By TRL's RewardTrainer."""
+    import trl
+    from peft import LoraConfig
+
+    from deepsp.integrations.transformers import sequence_parallel
+
+    cls, more = trl.RewardTrainer, {}
+    if size > 1:
+        cls, more = sequence_parallel(cls), {"sequence_parallel_size": size}
+    if kind == "LoRA":
+        more["peft_config"] = LoraConfig(r=4, task_type="SEQ_CLS", target_modules=["q_proj"])
+    trainer = cls(
+        model=_model("reward", of),
+        args=arguments(
+            trl.RewardConfig,
+            per_device_train_batch_size=batch,
+            per_device_eval_batch_size=batch,
+            center_rewards_coefficient=0.1,
+            gradient_accumulation_steps=2 if kind == "accumulation" else 1,
+            gradient_checkpointing=kind == "checkpointing",
+            **given,
+        ),
+        processing_class=tokenizer(splits=True),
+        train_dataset=pairs(24),
+        eval_dataset=pairs(8, 1),
+        **more,
+    )
+    trainer.train()
+    return [*logs(trainer), {}]
+
+
+# transformers adds up the losses of steps in float32.
+_CLOSE = {"digits": 1e-6}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rewards(ranks):
+    same(_reward, ranks, ranks, batch=3, **_CLOSE)
+
+
+_KINDS = [{"kind": k} for k in ("LoRA", "accumulation", "checkpointing")]
+_KINDS += [{"world": 4}, {"of": "qwen3"}, {"of": "mistral"}]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("given", _KINDS, ids=str)
+def test_kinds_of_rewards(given):
+    same(_reward, **{"world": 2, "size": 2, "batch": 3, **_CLOSE, **given})
+
+
+class _Classified(torch.utils.data.Dataset):
+    """Rows of different lengths, and a class of each, or of each token."""
+
+    def __init__(self, count, by_token, seed=0):
+        self.rows, self.by_token = Rows(count, seed), by_token
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        length = 6 + 5 * i % 15
+        ids = torch.zeros(21, dtype=torch.int64)
+        ids[:length] = self.rows.ids[i, :length]
+        labels = torch.tensor(int(ids.sum()) % 3)
+        if self.by_token:
+            labels = (ids % 3).masked_fill(ids % 5 == 0, -100)
+            labels[length:] = -100
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+
+def _classified(size, batch, kind, **given):
+    """By transformers' Trainer."""
+    import numpy as np
+
+    def metrics(prediction):
+        logits, labels = prediction
+        return {"right": float((np.argmax(logits, -1) == labels).mean())}
+
+    cls, more = trainer_class(size)
+    trainer = cls(
+        model=_model(kind),
+        args=arguments(
+            per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given
+        ),
+        train_dataset=_Classified(24, kind == "tokens"),
+        eval_dataset=_Classified(8, kind == "tokens", 1),
+        compute_metrics=metrics,
+        **more,
+    )
+    trainer.train()
+    return [*logs(trainer), {}]
+
+
+_WORLDS = [(2, 2), pytest.param(3, 3, marks=pytest.mark.nightly),
+           pytest.param(4, 2, marks=pytest.mark.nightly)]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["sequences", "tokens"])
+@pytest.mark.parametrize(("world", "size"), _WORLDS)
+def test_classified(kind, world, size):
+    # transformers computes losses of tokens in float32.
+    digits = 1e-6 if kind == "sequences" else 1e-5
+    same(_classified, world, size, batch=4, digits=digits, kind=kind)
