@@ -538,6 +538,29 @@ TORCH_LIBRARY(deepsp, m) {
       "float? softcap=None, float scale=1.0, float z_loss=0.0, Tensor? token_weights=None) "
       "-> Tensor[]",
       pure);
+  // The divergence of two models of the same classes, each with logits as above, divided by
+  // temperature: p of hidden, q of teacher_hidden, summed over the tokens whose label isn't
+  // ignore_index; float64. beta 0: KL(q || p); 1: KL(p || q); between:
+  // beta KL(q || m) + (1 - beta) KL(p || m), where m = (1 - beta) p + beta q. top_k: the classes
+  // other than the top_k most likely of q count as one. Then the sum of p's entropies (all classes;
+  // 0 unless asked for), which has no gradient. The teacher's tensors are constants.
+  m.def(
+      "linear_kl(Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, "
+      "Tensor teacher_weight, Tensor? teacher_bias, Tensor labels, int ignore_index=-100, "
+      "float beta=0.0, float temperature=1.0, int? top_k=None, int? chunk_tokens=None, "
+      "float? softcap=None, float scale=1.0, float? teacher_softcap=None, "
+      "float teacher_scale=1.0, bool entropy=False, Tensor? token_weights=None) "
+      "-> (Tensor, Tensor)",
+      pure);
+  // Both sums, then the gradients of the first that are wanted: of hidden, weight, bias. They have
+  // no derivative.
+  m.def(
+      "_linear_kl_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor teacher_hidden, "
+      "Tensor teacher_weight, Tensor? teacher_bias, Tensor labels, int ignore_index, float beta, "
+      "float temperature, int? top_k, int? chunk_tokens, int[] wanted, float? softcap=None, "
+      "float scale=1.0, float? teacher_softcap=None, float teacher_scale=1.0, "
+      "bool entropy=False, Tensor? token_weights=None) -> Tensor[]",
+      pure);
   // The same logits divided by temperature: of each token the logarithm of the probability of its
   // id, the logarithm of the sum of exponentials, and, if asked for, the entropy; [...] in float32
   // (float64 for float64). Where the id is ignore_index the first and the last are 0. Nothing of

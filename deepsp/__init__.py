@@ -20,7 +20,14 @@ from deepsp.data.sharding import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
 from deepsp.integrations.proof.prove import prove
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
-from deepsp.loss import cross_entropy, linear_cross_entropy, token_log_probs
+from deepsp.loss import (
+    cross_entropy,
+    linear_cross_entropy,
+    linear_kl,
+    token_log_probs,
+    token_mean,
+    token_sum,
+)
 from deepsp.memory.activations.checkpoint import checkpoint_policy
 from deepsp.memory.activations.offload import offload
 from deepsp.memory.planning.memory import plan_memory
@@ -69,6 +76,7 @@ __all__ = [
     "heads_to_seq",
     "heads_to_seq_start",
     "linear_cross_entropy",
+    "linear_kl",
     "load_full_state_dict",
     "offload",
     "plan_attention",
@@ -89,6 +97,8 @@ __all__ = [
     "tile",
     "tile_",
     "token_log_probs",
+    "token_mean",
+    "token_sum",
     "transport",
     "unshard",
 ]

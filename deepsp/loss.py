@@ -154,7 +154,190 @@ def linear_cross_entropy(
     counts = _counts(shift_labels != ignore_index, token_weights)
     trained = weight if weight.requires_grad and torch.is_grad_enabled() else None
     loss = _of_group(local_sum, counts, group, reduction, average_gradients, trained)
-    return loss if hidden.dtype == torch.float64 else loss.float()
+    return loss.to(_result_dtype(hidden))
+
+
+def linear_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    shift_labels: Tensor,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    *,
+    beta: float = 0.0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    group: Group = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    average_gradients: bool = False,
+    chunk_tokens: int | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_scale: float = 1.0,
+    token_weights: Tensor | None = None,
+    entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The divergence of a student's distributions p from a teacher's q over all tokens of a sharded
+    sequence, for distillation: the same number on every rank. Both models' logits exist for a chunk
+    of tokens at a time only, in forward and backward.
+
+    Gradients are computed in forward, as by :func:`linear_cross_entropy`, for ``hidden``,
+    ``weight`` and ``bias``. The teacher's tensors are constants, even if they require a gradient. A
+    second derivative raises.
+
+    Args:
+        hidden: [..., E], the student's, of this rank's tokens: float64, float32, bfloat16 or
+            float16.
+        weight: [C, E], in the dtype of ``hidden``. Autocast casts both models' tensors.
+        teacher_hidden: [..., E'], of the same tokens, in a dtype of its own.
+        teacher_weight: [C, E'], in the dtype of ``teacher_hidden``.
+        shift_labels: [...], integer: tokens whose label is ``ignore_index`` don't count. Other
+            values make no difference.
+        bias: [C], in the dtype of ``hidden``, or None.
+        teacher_bias: [C], in the dtype of ``teacher_hidden``, or None.
+        beta: 0: KL(q || p). 1: KL(p || q). Between: the generalized Jensen-Shannon divergence
+            beta KL(q || m) + (1 - beta) KL(p || m), where m = (1 - beta) p + beta q (GKD,
+            https://arxiv.org/abs/2306.13649).
+        temperature: divides both models' logits, after ``softcap``. The loss isn't multiplied by
+            its square.
+        top_k: if given, the classes other than the teacher's ``top_k`` most likely count as one.
+        group: the sequence group.
+        ignore_index: the label of tokens that don't count.
+        reduction: "mean" or "sum", as in :func:`cross_entropy`.
+        average_gradients: as in :func:`cross_entropy`.
+        chunk_tokens: the number of tokens whose logits exist at a time; None: as many as take 32
+            MiB for both models in float32 (float64 for float64), at least one, on a GPU 1024.
+        softcap: the student's, as in :func:`linear_cross_entropy`.
+        scale: the student's, as in :func:`linear_cross_entropy`.
+        teacher_softcap: the teacher's.
+        teacher_scale: the teacher's.
+        token_weights: as in :func:`cross_entropy`. Autocast leaves them alone.
+        entropy: whether to return the entropy of p, too.
+
+    Returns:
+        A scalar, as :func:`cross_entropy` returns it: float32, or float64 for float64. With
+        ``entropy``, (divergence, entropy): the entropies of p over all classes, reduced alike,
+        without a gradient. Logits of -infinity rule classes out. The divergence is infinite if only
+        p rules out a class and ``beta`` is 0, or only q and ``beta`` is 1.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or numbers that don't fit, an unknown ``reduction``, or
+            ``token_weights`` that require a gradient.
+    """
+    _check_reduction(reduction)
+    shift_labels = _classes(shift_labels, "shift_labels")
+    _check_linear(hidden, weight, bias, shift_labels, "shift_labels")
+    _check_linear(
+        teacher_hidden, teacher_weight, teacher_bias, shift_labels, "shift_labels", "teacher_"
+    )
+    _check_weights(token_weights, shift_labels)
+    local_sum, local_entropy = torch.ops.deepsp.linear_kl(
+        hidden,
+        weight,
+        bias,
+        teacher_hidden,
+        teacher_weight,
+        teacher_bias,
+        shift_labels,
+        ignore_index,
+        beta,
+        temperature,
+        top_k,
+        chunk_tokens,
+        softcap=softcap,
+        scale=scale,
+        teacher_softcap=teacher_softcap,
+        teacher_scale=teacher_scale,
+        entropy=entropy,
+        token_weights=token_weights,
+    )
+    counts = _counts(shift_labels != ignore_index, token_weights)
+    trained = weight if weight.requires_grad and torch.is_grad_enabled() else None
+    dtype = _result_dtype(hidden)
+    loss = _of_group(local_sum, counts, group, reduction, average_gradients, trained).to(dtype)
+    if not entropy:
+        return loss
+    mean = _of_group(local_entropy, counts, group, reduction, average_gradients, None)
+    return loss, mean.to(dtype)
+
+
+def token_mean(
+    x: Tensor,
+    shift_labels: Tensor,
+    group: Group = None,
+    ignore_index: int = -100,
+    average_gradients: bool = False,
+    *,
+    token_weights: Tensor | None = None,
+) -> Tensor:
+    """The mean of a number for each token, over all tokens of a sharded sequence: the same number
+    on every rank. A loss of your own, or a term of one, is right by this alone: an entropy bonus, a
+    KL penalty, the loss of a value head.
+
+    Args:
+        x: [...], floating point, one number for each of this rank's tokens. Those of ignored tokens
+            may be infinite or NaN.
+        shift_labels: [...], integer: tokens whose label is ``ignore_index`` don't count.
+        group: the sequence group.
+        ignore_index: the label of tokens that don't count.
+        average_gradients: as in :func:`cross_entropy`.
+        token_weights: as in :func:`cross_entropy`.
+
+    Returns:
+        A scalar, differentiable in ``x``, as :func:`cross_entropy` returns it: summed in float64,
+        in float32, or float64 for float64.
+
+    Raises:
+        ValueError: shapes or dtypes that don't fit, or ``token_weights`` that require a gradient.
+    """
+    return _of_tokens(x, shift_labels, group, ignore_index, average_gradients, token_weights, "mean")
+
+
+def token_sum(
+    x: Tensor,
+    shift_labels: Tensor,
+    group: Group = None,
+    ignore_index: int = -100,
+    average_gradients: bool = False,
+    *,
+    token_weights: Tensor | None = None,
+) -> Tensor:
+    """The sum of a number for each token, over all tokens of a sharded sequence; otherwise as
+    :func:`token_mean`."""
+    return _of_tokens(x, shift_labels, group, ignore_index, average_gradients, token_weights, "sum")
+
+
+def _of_tokens(
+    x: Tensor,
+    labels: Tensor,
+    group: Group,
+    ignore_index: int,
+    average_gradients: bool,
+    token_weights: Tensor | None,
+    reduction: str,
+) -> Tensor:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"expected x to be a floating-point tensor, got {got}")
+    labels = _classes(labels, "shift_labels")
+    if x.shape != labels.shape:
+        raise ValueError(
+            f"expected x to have the shape of shift_labels {tuple(labels.shape)}, a number for "
+            f"each token, got {tuple(x.shape)}"
+        )
+    _check_weights(token_weights, labels)
+    counts = _counts(labels != ignore_index, token_weights)
+    local_sum = (x.double().where(counts != 0, 0) * counts).sum()
+    loss = _of_group(local_sum, counts, group, reduction, average_gradients, None)
+    return loss.to(_result_dtype(x))
+
+
+def _result_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def token_log_probs(
@@ -240,23 +423,29 @@ def token_log_probs(
 
 
 def _check_linear(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, name: str
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    name: str,
+    model: str = "",
 ) -> None:
+    """``model`` begins the names of one model's arguments."""
     if not isinstance(weight, Tensor):
         raise ValueError(
-            "expected weight to be a tensor [C, E], such as linear.weight, got "
+            f"expected {model}weight to be a tensor [C, E], such as linear.weight, got "
             f"{type(weight).__name__}"
         )
-    check_here("weight", weight)
+    check_here(f"{model}weight", weight)
     if bias is not None and not isinstance(bias, Tensor):
         raise ValueError(
-            f"expected bias to be a tensor [C] or None, got {type(bias).__name__}; pass a group as "
-            "group=..."
+            f"expected {model}bias to be a tensor [C] or None, got {type(bias).__name__}; pass a "
+            "group as group=..."
         )
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
             f"expected {name} to have shape {tuple(hidden.shape[:-1])}, one for each token of "
-            f"hidden {tuple(hidden.shape)}, got {tuple(labels.shape)}"
+            f"{model}hidden {tuple(hidden.shape)}, got {tuple(labels.shape)}"
         )
 
 

@@ -26,15 +26,17 @@ struct LogitsOf {
 struct LogitsArguments {
   const at::Tensor hidden, weight;
   const OptionalTensor bias;
-  const std::optional<int64_t> chunk_tokens;
+  std::optional<int64_t> chunk_tokens;
   const LogitsOf of;
 
-  explicit LogitsArguments(const Given& given, double temperature = 1)
-      : hidden(given["hidden"]),
-        weight(given["weight"]),
-        bias(given.optional<at::Tensor>("bias")),
+  // `model` begins the names of one model's arguments in an op of two.
+  explicit LogitsArguments(
+      const Given& given, double temperature = 1, const std::string& model = "")
+      : hidden(given[model + "hidden"]),
+        weight(given[model + "weight"]),
+        bias(given.optional<at::Tensor>(model + "bias")),
         chunk_tokens(given.optional<int64_t>("chunk_tokens")),
-        of{given.optional<double>("softcap"), given["scale"], temperature} {}
+        of{given.optional<double>(model + "softcap"), given[model + "scale"], temperature} {}
 };
 
 // The memory for one chunk's logits unless chunk_tokens is given. Smaller chunks are slower, since
@@ -48,44 +50,49 @@ constexpr int64_t kGpuTokens = 1024;
 // A sum over as many tokens of what is at most 1 times hidden would leave float16's range.
 constexpr int64_t kHalfTokens = 512;
 
-// `labels_name`: the op's name for the classes.
+// `labels_name`: the op's name for the classes. `model`: as in LogitsArguments.
 inline void check_logits(
     const LogitsArguments& given,
     const at::Tensor& labels,
     const std::string& labels_name,
-    at::IntArrayRef wanted) {
+    at::IntArrayRef wanted,
+    const std::string& model = "") {
   const auto& [hidden, weight, bias, chunk_tokens, of] = given;
   const at::ScalarType dtype = hidden.scalar_type();
+  const std::string hidden_name = model + "hidden", weight_name = model + "weight",
+                    bias_name = model + "bias";
   TORCH_CHECK_VALUE(
-      is_summable(dtype), "expected hidden to be float64, float32, bfloat16 or float16, got ",
-      dtype_name(dtype));
+      is_summable(dtype), "expected ", hidden_name,
+      " to be float64, float32, bfloat16 or float16, got ", dtype_name(dtype));
   TORCH_CHECK_VALUE(
-      hidden.dim() >= 1,
-      "expected hidden to have shape [..., E], with the features of each token "
+      hidden.dim() >= 1, "expected ", hidden_name,
+      " to have shape [..., E], with the features of each token "
       "in the last dimension, got a scalar");
   const c10::SymInt features = hidden.sym_size(-1);
   TORCH_CHECK_VALUE(
-      weight.dim() == 2 && weight.sym_size(0) > 0 && weight.sym_size(1) == features,
-      "expected weight to have shape [C, ", features,
-      "], one row of hidden's features for each of at least one class, got ", weight.sym_sizes());
-  check_like(weight, "weight", hidden, "hidden", kAutocast);
+      weight.dim() == 2 && weight.sym_size(0) > 0 && weight.sym_size(1) == features, "expected ",
+      weight_name, " to have shape [C, ", features, "], one row of ", hidden_name,
+      "'s features for each of at least one class, got ", weight.sym_sizes());
+  check_like(weight, weight_name, hidden, hidden_name.c_str(), kAutocast);
   if (bias.has_value()) {
-    check_bias(*bias, "bias", weight, "weight");
-    check_like(*bias, "bias", hidden, "hidden", kAutocast);
+    check_bias(*bias, bias_name, weight, weight_name);
+    check_like(*bias, bias_name, hidden, hidden_name.c_str(), kAutocast);
   }
-  check_device(labels, labels_name, hidden, "hidden");
+  check_device(labels, labels_name, hidden, hidden_name.c_str());
   TORCH_CHECK_VALUE(
       at::isIntegralType(labels.scalar_type(), /*includeBool=*/false), "expected ", labels_name,
       " to have an integer dtype, got ", dtype_name(labels.scalar_type()));
   const c10::SymIntArrayRef tokens = hidden.sym_sizes().slice(0, hidden.dim() - 1);
   TORCH_CHECK_VALUE(
       labels.sym_sizes() == tokens, "expected ", labels_name, " to have shape ", tokens,
-      ", one for each token of hidden ", hidden.sym_sizes(), ", got ", labels.sym_sizes());
+      ", one for each token of ", hidden_name, " ", hidden.sym_sizes(), ", got ",
+      labels.sym_sizes());
   const double softcap = of.softcap.value_or(1);
   TORCH_CHECK_VALUE(
-      softcap > 0 && std::isfinite(softcap),
-      "expected softcap to be None or a finite number > 0, got ", softcap);
-  TORCH_CHECK_VALUE(std::isfinite(of.scale), "expected scale to be finite, got ", of.scale);
+      softcap > 0 && std::isfinite(softcap), "expected ", model,
+      "softcap to be None or a finite number > 0, got ", softcap);
+  TORCH_CHECK_VALUE(
+      std::isfinite(of.scale), "expected ", model, "scale to be finite, got ", of.scale);
   TORCH_CHECK_VALUE(
       of.temperature > 0 && std::isfinite(of.temperature),
       "expected temperature to be a finite number > 0, got ", of.temperature);
@@ -93,6 +100,25 @@ inline void check_logits(
   check_wanted(wanted, 3, "hidden, weight and bias");
   TORCH_CHECK_VALUE(
       !wanted[2] || bias.has_value(), "wanted asks for the gradient of bias, which is None");
+}
+
+inline void check_token_weights(
+    const OptionalTensor& token_weights, const at::Tensor& labels, const at::Tensor& hidden) {
+  if (token_weights.has_value()) {
+    TORCH_CHECK_VALUE(
+        token_weights->is_floating_point() && token_weights->sym_sizes() == labels.sym_sizes(),
+        "expected token_weights to be floating point, of shape ", labels.sym_sizes(),
+        ", one for each token, got ", dtype_name(token_weights->scalar_type()), " ",
+        token_weights->sym_sizes());
+    check_device(*token_weights, "token_weights", hidden, "hidden");
+  }
+}
+
+// How often each token counts: 1, or its weight; 0 where it is ignored. `valid`: [tokens, 1].
+inline at::Tensor token_counts(
+    const OptionalTensor& token_weights, const at::Tensor& valid, at::ScalarType dtype) {
+  return token_weights.has_value() ? token_weights->reshape(valid.sizes()).to(dtype).where(valid, 0)
+                                   : valid.to(dtype);
 }
 
 // The classes of tokens, with 0 where they are ignored.
@@ -140,8 +166,13 @@ class Logits {
  public:
   const int64_t tokens, classes;
 
-  // `gradients`: those that add_gradients is to compute.
-  Logits(const LogitsArguments& given, int64_t tokens, const LogitsGradients& gradients)
+  // `gradients`: those that add_gradients is to compute. `models`: whose logits share the memory of
+  // a chunk.
+  Logits(
+      const LogitsArguments& given,
+      int64_t tokens,
+      const LogitsGradients& gradients,
+      int64_t models = 1)
       : tokens(tokens),
         classes(given.weight.size(0)),
         x_(given.hidden.reshape({tokens, given.weight.size(1)})),
@@ -154,8 +185,9 @@ class Logits {
         half_(x_.scalar_type() == at::kHalf) {
     const int64_t row_bytes = classes * static_cast<int64_t>(c10::elementSize(wide_));
     const int64_t least = x_.is_cpu() ? 1 : kGpuTokens;
-    chunk_ = given.chunk_tokens.value_or(std::max(least, kChunkBytes / row_bytes));
-    chunk_ = std::max<int64_t>(1, std::min({tokens, chunk_, half_ ? kHalfTokens : chunk_}));
+    const bool half_sums = half_ && !gradients.all.empty();
+    chunk_ = given.chunk_tokens.value_or(std::max(least, kChunkBytes / (models * row_bytes)));
+    chunk_ = std::max<int64_t>(1, std::min({tokens, chunk_, half_sums ? kHalfTokens : chunk_}));
     // Used by each chunk in turn: a fresh one each time would cost its page faults.
     const auto wide_options = x_.options().dtype(wide_);
     wide_buffer_ = at::empty({chunk_, classes}, wide_options);
@@ -171,14 +203,48 @@ class Logits {
     }
   }
 
+  int64_t chunk_tokens() const { return chunk_; }
+
   // Calls visit(begin, count, logits) for each chunk. The logits, [count, classes], may be
-  // overwritten: the next chunk's take their place.
+  // overwritten: the next chunk's take their place. On the CPU, chunks without a token that is
+  // `valid` are left out, and have gradients of 0.
   template <class Visit>
-  void walk(const Visit& visit) {
+  void walk(const Visit& visit, const at::Tensor& valid = {}) {
     for (int64_t begin = 0; begin < tokens; begin += chunk_) {
       const int64_t count = std::min(chunk_, tokens - begin);
+      if (valid.defined() && valid.is_cpu() && !valid.narrow(0, begin, count).any().item<bool>()) {
+        if (hidden_grad_.defined()) {
+          hidden_grad_.narrow(0, begin, count).zero_();
+        }
+        continue;
+      }
       visit(begin, count, of_chunk(begin, count));
     }
+  }
+
+  // The logits of `count` tokens, at most a chunk's.
+  at::Tensor of_chunk(int64_t begin, int64_t count) {
+    const at::Tensor logits = wide_buffer_.narrow(0, 0, count);
+    at::Tensor product = narrow_buffer_.narrow(0, 0, count);
+    at::mm_out(product, x_.narrow(0, begin, count), weight_.t());
+    if (narrow_) {
+      logits.copy_(product);
+    }
+    if (bias_.has_value()) {
+      logits.add_(*bias_);
+    }
+    if (!of_.softcap.has_value()) {
+      if (const double factor = of_.scale / of_.temperature; factor != 1) {
+        logits.mul_(factor);
+      }
+      return logits;
+    }
+    logits.mul_(of_.scale / *of_.softcap).tanh_();
+    if (slopes_.defined()) {
+      at::Tensor slopes = slopes_.narrow(0, 0, count);
+      at::mul_out(slopes, logits, logits).neg_().add_(1);
+    }
+    return logits.mul_(*of_.softcap / of_.temperature);
   }
 
   // Adds the gradients of the chunk that is visited, and overwrites `grad`. With `unit`, the
@@ -219,30 +285,6 @@ class Logits {
   }
 
  private:
-  at::Tensor of_chunk(int64_t begin, int64_t count) {
-    const at::Tensor logits = wide_buffer_.narrow(0, 0, count);
-    at::Tensor product = narrow_buffer_.narrow(0, 0, count);
-    at::mm_out(product, x_.narrow(0, begin, count), weight_.t());
-    if (narrow_) {
-      logits.copy_(product);
-    }
-    if (bias_.has_value()) {
-      logits.add_(*bias_);
-    }
-    if (!of_.softcap.has_value()) {
-      if (const double factor = of_.scale / of_.temperature; factor != 1) {
-        logits.mul_(factor);
-      }
-      return logits;
-    }
-    logits.mul_(of_.scale / *of_.softcap).tanh_();
-    if (slopes_.defined()) {
-      at::Tensor slopes = slopes_.narrow(0, 0, count);
-      at::mul_out(slopes, logits, logits).neg_().add_(1);
-    }
-    return logits.mul_(*of_.softcap / of_.temperature);
-  }
-
   const at::Tensor x_, weight_;
   const OptionalTensor bias_;
   const LogitsOf of_;

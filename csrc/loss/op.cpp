@@ -22,14 +22,7 @@ c10::IValue linear_cross_entropy_gradients(const Given& given) {
   TORCH_CHECK_VALUE(
       z_loss >= 0 && std::isfinite(z_loss), "expected z_loss to be a finite number >= 0, got ",
       z_loss);
-  if (token_weights.has_value()) {
-    TORCH_CHECK_VALUE(
-        token_weights->is_floating_point() && token_weights->sym_sizes() == labels.sym_sizes(),
-        "expected token_weights to be floating point, of shape ", labels.sym_sizes(),
-        ", one for each token, got ", dtype_name(token_weights->scalar_type()), " ",
-        token_weights->sym_sizes());
-    check_device(*token_weights, "token_weights", hidden, "hidden");
-  }
+  check_token_weights(token_weights, labels, hidden);
   const at::Tensor loss = at::zeros({}, hidden.options().dtype(at::kDouble));
   LogitsGradients gradients(logits_of, wanted);
   Tensors found{loss};
@@ -39,11 +32,7 @@ c10::IValue linear_cross_entropy_gradients(const Given& given) {
   }
   const at::ScalarType wide = wide_dtype(hidden.scalar_type());
   const Classes label(labels, logits_of.weight.size(0), given["ignore_index"]);
-  // 1 for each token, or its weight; 0 where it is ignored.
-  const at::Tensor counts =
-      token_weights.has_value()
-          ? token_weights->reshape(label.of.sizes()).to(wide).where(label.valid, 0)
-          : label.valid.to(wide);
+  const at::Tensor counts = token_counts(token_weights, label.valid, wide);
   Logits head(logits_of, label.of.size(0), gradients);
   head.walk([&](int64_t begin, int64_t size, const at::Tensor& logits) {
     const at::Tensor label_part = label.of.narrow(0, begin, size);
