@@ -80,7 +80,7 @@ def _opcheck(name):
      "gather_cast_float8", "_gather_cast_float8_coalesced", "gather_through_float8",
      "replicate_start", "replicate_wait", "_scale_gradient",
      "linear_cross_entropy", "_linear_cross_entropy_gradients", "token_log_probs",
-     "_token_log_probs_backward",
+     "_token_log_probs_backward", "linear_kl", "_linear_kl_gradients",
      "cut:seq_to_heads_start", "cut:seq_to_heads_wait", "cut:heads_to_seq_start",
      "cut:heads_to_seq_wait", "cut:_streamed_attention", "_cells", "token_split", "head_split",
      "deal_documents", "_indices_in",
@@ -239,6 +239,7 @@ def _compiled_autograd():
         lambda x: deepsp.distributed_attention(x, x, x, is_causal=True, dropout_p=0.0),
         lambda x: deepsp.collectives.all_gather(x, 1, grad="partial"),
         lambda x: deepsp.linear_cross_entropy(x, weight, labels),
+        lambda x: deepsp.linear_kl(x, weight, x.detach().cos(), weight, labels, top_k=3),
         # Rows of no dimension: a list that is empty.
         lambda x: op.gather_cast(x.flatten(), [x.numel()] * size, torch.bfloat16, rank, group),
     ):

@@ -200,6 +200,30 @@ def loss_and_rest():
     torch.testing.assert_close(grads[0], full[0].split(lens, 1)[rank], **TIGHT)
     share = deepsp.collectives.all_reduce(grads[1], grad="replicated")
     torch.testing.assert_close(share, full[1], **TIGHT)
+    other, head = draw(2, 9, 7, seed=5), draw(5, 7, seed=6)
+    log_p, log_q = (
+        (x @ w.T / 0.7).log_softmax(-1) for x, w in ((hidden, weight), (other, head))
+    )
+    log_m = torch.log(0.7 * log_p.exp() + 0.3 * log_q.exp())
+    each = 0.3 * log_q.exp() * (log_q - log_m) + 0.7 * log_p.exp() * (log_p - log_m)
+    expected = each.sum(-1)[labels != -100].mean()
+    full = torch.autograd.grad(expected, (hidden, weight))
+    loss, entropy = deepsp.linear_kl(
+        *(mine, weight, other.split(lens, 1)[rank], head, labels.split(lens, 1)[rank]),
+        beta=0.3,
+        temperature=0.7,
+        chunk_tokens=2,
+        entropy=True,
+    )
+    torch.testing.assert_close(loss, expected, **TIGHT)
+    of_all = -(log_p.exp() * log_p).sum(-1)
+    torch.testing.assert_close(entropy, of_all[labels != -100].mean(), **TIGHT)
+    grads = torch.autograd.grad(loss, (mine, weight))
+    torch.testing.assert_close(grads[0], full[0].split(lens, 1)[rank], **TIGHT)
+    share = deepsp.collectives.all_reduce(grads[1], grad="replicated")
+    torch.testing.assert_close(share, full[1], **TIGHT)
+    mean = deepsp.token_mean(of_all.detach().split(lens, 1)[rank], labels.split(lens, 1)[rank])
+    torch.testing.assert_close(mean, entropy, **TIGHT)
     log_p = (hidden @ weight.T / 0.7).log_softmax(-1)
     expected = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels != -100)
     full = torch.autograd.grad(expected.exp().sum(), (hidden, weight))

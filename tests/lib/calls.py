@@ -187,6 +187,15 @@ def arguments(kind):
                 *(x.detach(), weights[1].detach(), biases[1].detach(), labels),
                 *(1, 0.0, None, [1, 0, 1], None, 0.5, 0.1, labels / 3),
             ),
+            "linear_kl": (
+                *(x, weights[1], biases[1], x.detach().cos(), weights[1].detach(), None, labels),
+                *(-100, 0.0, 0.7, 3, 3, 3.0, 0.5, None, 1.0, True),
+            ),
+            "_linear_kl_gradients": (
+                *(x.detach(), weights[1].detach(), biases[1].detach(), x.detach().cos()),
+                *(weights[1].detach(), None, labels, 1, 0.5, 1.0, None, None, [1, 0, 1]),
+                *(None, 0.5, 2.0, 1.0, True, labels / 3),
+            ),
             "token_log_probs": (x, weights[1], biases[1], labels, -100, 3, 3.0, 0.5, 0.7, True),
             "_token_log_probs_backward": (
                 *([x.detach()[..., 0]] * 3, x.detach(), weights[1].detach(), None, labels),
