@@ -294,7 +294,9 @@ def token_mean(
     Raises:
         ValueError: shapes or dtypes that don't fit, or ``token_weights`` that require a gradient.
     """
-    return _of_tokens(x, shift_labels, group, ignore_index, average_gradients, token_weights, "mean")
+    return _of_tokens(
+        x, shift_labels, group, ignore_index, average_gradients, token_weights, "mean"
+    )
 
 
 def token_sum(
@@ -423,12 +425,7 @@ def token_log_probs(
 
 
 def _check_linear(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    name: str,
-    model: str = "",
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, name: str, model: str = ""
 ) -> None:
     """``model`` begins the names of one model's arguments."""
     if not isinstance(weight, Tensor):

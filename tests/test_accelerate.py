@@ -122,6 +122,51 @@ def test_a_model_returns_the_loss_of_the_full_sequence(ranks):
     on_ranks(ranks, _own_loss)
 
 
+def _several_terms():
+    from accelerate import Accelerator
+
+    from deepsp.integrations.accelerate import prepare
+
+    full = tiny(dtype=f64)
+    rows = [Rows(4)[i] for i in (0, 1)]
+    ids, labels = (torch.stack([row[n] for row in rows]) for n in ("input_ids", "labels"))
+    logits, labels = full(ids).logits[:, :-1], labels[:, 1:]
+    penalty = logits.logsumexp(-1)[labels != -100].square().mean()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    expected = expected + 0.1 * penalty
+    expected.backward()
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        model = tiny(dtype=f64)
+        loader = torch.utils.data.DataLoader(rows, batch_size=2)
+        model, loader = prepare(accelerator, model, loader, sequence_parallel_size=2)
+        (batch,) = loader
+        inputs = {n: batch[n] for n in ("input_ids", "position_ids")}
+        for averages in ((False, False), (True, True), (True, False), (False, True)):
+            logits = model(**inputs).logits
+            terms = (
+                function(x, batch["shift_labels"], average_gradients=average)
+                for function, x, average in (
+                    (deepsp.cross_entropy, logits, averages[0]),
+                    (deepsp.token_mean, logits.logsumexp(-1).square(), averages[1]),
+                )
+            )
+            loss = next(terms) + 0.1 * next(terms)
+            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+            if averages[0] != averages[1]:
+                with pytest.raises(ValueError, match="expected all terms of a loss to be for"):
+                    accelerator.backward(loss)
+                continue
+            model.zero_grad()
+            accelerator.backward(loss)
+            for a, b in zip(model.parameters(), full.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_several_terms_of_a_loss():
+    on_ranks(2, _several_terms)
+
+
 def _idioms(size, batch, groups):
     """What accelerate's own examples do: a schedule of the rate, the tokens of several batches
     counted, gathered metrics, batches skipped. Losses, norms, rates and what is gathered."""

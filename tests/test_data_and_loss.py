@@ -1,5 +1,7 @@
 """Batches, losses and gradient sums, against one process on the whole batch."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -214,6 +216,91 @@ def _loss_gradcheck():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_loss_gradcheck(ranks):
     on_ranks(ranks, _loss_gradcheck)
+
+
+def _of_tokens(kind):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    lens = lens_of(kind, 9, size)
+    values, weights = draw(2, 9), draw(2, 9, seed=1).abs()
+    weights[0, 0] = 0
+    for ignored, weighted in itertools.product(("none", "some", "a rank's", "all"), (False, True)):
+        labels = torch.arange(18).view(2, 9)
+        if ignored == "some":
+            labels[:, 1::3] = -1
+        if ignored == "a rank's" and size > 1:
+            labels.split(lens, 1)[0].fill_(-1)
+        if ignored == "all":
+            labels.fill_(-1)
+        counts = (labels != -1) * (weights if weighted else torch.ones_like(weights))
+        # Values of tokens that don't count may be anything, and have no gradient.
+        broken = values.masked_fill(labels == -1, torch.nan)
+        if weighted:
+            broken[0, 0] = torch.inf
+        mine = broken.split(lens, 1)[rank].clone().requires_grad_()
+        for function, divisor in (
+            (deepsp.token_sum, 1),
+            (deepsp.token_mean, counts.sum() if counts.any() else 1),
+        ):
+            expected, full = (values * counts).sum() / divisor, counts / divisor
+            for average, factor in ((False, 1), (True, size)):
+                loss = function(
+                    mine,
+                    labels.split(lens, 1)[rank],
+                    ignore_index=-1,
+                    average_gradients=average,
+                    token_weights=weights.split(lens, 1)[rank] if weighted else None,
+                )
+                torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+                (grad,) = torch.autograd.grad(loss, mine)
+                torch.testing.assert_close(
+                    grad, factor * full.split(lens, 1)[rank], rtol=1e-12, atol=1e-12
+                )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["skewed", "empty"])
+def test_means_and_sums_of_tokens(ranks, kind):
+    on_ranks(ranks, _of_tokens, kind)
+
+
+def _rest_of_tokens():
+    torch._dynamo.reset()
+    labels = torch.zeros(1, 6000, dtype=torch.int32)
+    # More tokens than 16 bits can count.
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        x = torch.full((1, 6000), 0.5, dtype=dtype, requires_grad=True)
+        loss = deepsp.token_sum(x, labels)
+        size = dist.get_world_size()
+        assert loss.dtype == torch.float32 and loss.item() == 3000 * size
+        assert torch.equal(torch.autograd.grad(loss, x)[0], torch.ones_like(x))
+    x = draw(2, 5).requires_grad_()
+    labels = torch.arange(10).view(2, 5)
+    loss = deepsp.token_mean(x.square(), labels)
+    compiled = torch.compile(
+        lambda x: deepsp.token_mean(x.square(), labels), fullgraph=True, backend="aot_eager"
+    )(x)
+    torch.testing.assert_close(compiled, loss)
+    gradients = [torch.autograd.grad(y, x)[0] for y in (compiled, loss)]
+    torch.testing.assert_close(*gradients)
+    for call, message in [
+        (
+            lambda: deepsp.token_mean(x, labels[:, :2]),
+            r"x to have the shape of .* \(2, 2\), .* \(2, 5",
+        ),
+        (
+            lambda: deepsp.token_mean(labels, labels),
+            "x to be a floating-point tensor, got torch.int64",
+        ),
+        (lambda: deepsp.token_sum(2.0, labels), "x to be a floating-point tensor, got float"),
+        (lambda: deepsp.token_sum(x, x), "shift_labels to be an integer tensor"),
+        (lambda: deepsp.token_sum(x, labels, token_weights=x), "not to require a gradient"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_dtypes_of_means_and_sums():
+    on_ranks(2, _rest_of_tokens)
 
 
 # ------------------------------------------------------------------------------- gradient sums

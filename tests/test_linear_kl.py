@@ -298,9 +298,7 @@ def _ignored_values():
     broken = teacher[0].clone()
     broken[:, ::2] = torch.nan
     for chunk in (1, 4, None):  # chunks without a token that counts, and others
-        ours = _sharded(
-            student, [broken, *teacher[1:]], labels, [11], beta=0.4, chunk_tokens=chunk
-        )
+        ours = _sharded(student, [broken, *teacher[1:]], labels, [11], beta=0.4, chunk_tokens=chunk)
         torch.testing.assert_close(ours, expected, **TIGHT)
         assert not ours[2][:, ::2].any()
     # What a token that counts has of NaN is seen.

@@ -201,9 +201,7 @@ def loss_and_rest():
     share = deepsp.collectives.all_reduce(grads[1], grad="replicated")
     torch.testing.assert_close(share, full[1], **TIGHT)
     other, head = draw(2, 9, 7, seed=5), draw(5, 7, seed=6)
-    log_p, log_q = (
-        (x @ w.T / 0.7).log_softmax(-1) for x, w in ((hidden, weight), (other, head))
-    )
+    log_p, log_q = ((x @ w.T / 0.7).log_softmax(-1) for x, w in ((hidden, weight), (other, head)))
     log_m = torch.log(0.7 * log_p.exp() + 0.3 * log_q.exp())
     each = 0.3 * log_q.exp() * (log_q - log_m) + 0.7 * log_p.exp() * (log_p - log_m)
     expected = each.sum(-1)[labels != -100].mean()
