@@ -308,8 +308,23 @@ def token_sum(
     *,
     token_weights: Tensor | None = None,
 ) -> Tensor:
-    """The sum of a number for each token, over all tokens of a sharded sequence; otherwise as
-    :func:`token_mean`."""
+    """The sum of a number for each token, over all tokens of a sharded sequence: as
+    :func:`token_mean`, but not divided.
+
+    Args:
+        x: as in :func:`token_mean`.
+        shift_labels: as in :func:`token_mean`.
+        group: the sequence group.
+        ignore_index: the label of tokens that don't count.
+        average_gradients: as in :func:`cross_entropy`.
+        token_weights: as in :func:`cross_entropy`.
+
+    Returns:
+        A scalar, as :func:`token_mean` returns it.
+
+    Raises:
+        ValueError: as by :func:`token_mean`.
+    """
     return _of_tokens(x, shift_labels, group, ignore_index, average_gradients, token_weights, "sum")
 
 

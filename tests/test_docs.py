@@ -328,10 +328,22 @@ def _losses():
     weight = torch.randn(VOCABULARY, 6, generator=torch.Generator().manual_seed(1))
     mine = deepsp.shard(hidden, 1).clone().requires_grad_()
     names = {"ids": ids, "mask": torch.ones_like(ids), "model": model, "weight": weight}
+    teacher = torch.randn(2, 13, 5, generator=torch.Generator().manual_seed(2))
+    names |= {"teacher_hidden": deepsp.shard(teacher, 1), "teacher_weight": weight[:, :5] * 3}
+    names |= dict.fromkeys(("reference_log_probs", "values", "returns"), mine.detach()[..., 0])
+    names["returns"] = mine.detach()[..., 1]
     names = run("losses-and-data", names | {"hidden": mine}, dict.fromkeys(loading + proving, ""))
     batch, seq_lens = names["batch"], names["seq_lens"]
     expected = (hidden @ weight.T).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
     torch.testing.assert_close(names["log_probs"][:, :-1], expected[..., 0])
+    p, q = (
+        (x @ w.T)[:, :-1].softmax(-1) for x, w in ((hidden, weight), (teacher, weight[:, :5] * 3))
+    )
+    m = (p + q) / 2
+    expected = (p * (p / m).log() + q * (q / m).log()).sum(-1).mean() / 2
+    torch.testing.assert_close(names["divergence"], expected)
+    expected = (hidden[..., 0] - hidden[..., 1])[:, :-1].square().mean() / 2
+    torch.testing.assert_close(names["value_loss"], expected)
     whole = _Auto.from_pretrained("Llama")(ids, labels=ids).loss
     torch.testing.assert_close(names["loss"], whole.double(), rtol=1e-6, atol=0)
     logits = _model()(batch["input_ids"], batch["position_ids"], seq_lens)

@@ -235,8 +235,8 @@ class Losses:
             raise ValueError(
                 "expected all terms of a loss to be for wrappers that average gradients over the "
                 f"ranks of a sequence, or none, got one that is {other} beside one that isn't; "
-                "pass average_gradients=True to the losses of deepsp, and multiply gradients of "
-                "your own sums over tokens: torch.ops.deepsp._scale_gradient(x, float(ranks))"
+                "pass average_gradients=True to the losses of deepsp, and to deepsp.token_mean or "
+                "token_sum for terms of your own"
             )
         return loss
 
