@@ -294,9 +294,8 @@ def token_mean(
     Raises:
         ValueError: shapes or dtypes that don't fit, or ``token_weights`` that require a gradient.
     """
-    return _of_tokens(
-        x, shift_labels, group, ignore_index, average_gradients, token_weights, "mean"
-    )
+    sums = _of_tokens(x, shift_labels, ignore_index, token_weights)
+    return _of_group(*sums, group, "mean", average_gradients, None).to(_result_dtype(x))
 
 
 def token_sum(
@@ -325,18 +324,14 @@ def token_sum(
     Raises:
         ValueError: as by :func:`token_mean`.
     """
-    return _of_tokens(x, shift_labels, group, ignore_index, average_gradients, token_weights, "sum")
+    sums = _of_tokens(x, shift_labels, ignore_index, token_weights)
+    return _of_group(*sums, group, "sum", average_gradients, None).to(_result_dtype(x))
 
 
 def _of_tokens(
-    x: Tensor,
-    labels: Tensor,
-    group: Group,
-    ignore_index: int,
-    average_gradients: bool,
-    token_weights: Tensor | None,
-    reduction: str,
-) -> Tensor:
+    x: Tensor, labels: Tensor, ignore_index: int, token_weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Checks the numbers of this rank's tokens, and returns their sum and their counts."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"expected x to be a floating-point tensor, got {got}")
@@ -348,9 +343,7 @@ def _of_tokens(
         )
     _check_weights(token_weights, labels)
     counts = _counts(labels != ignore_index, token_weights)
-    local_sum = (x.double().where(counts != 0, 0) * counts).sum()
-    loss = _of_group(local_sum, counts, group, reduction, average_gradients, None)
-    return loss.to(_result_dtype(x))
+    return (x.double().where(counts != 0, 0) * counts).sum(), counts
 
 
 def _result_dtype(x: Tensor) -> torch.dtype:

@@ -9,77 +9,57 @@
 namespace deepsp {
 namespace {
 
-const Op cross_entropy_gradients("_linear_cross_entropy_gradients");
-const Op kl_gradients("_linear_kl_gradients");
+// A loss. Its op returns `sums` sums over tokens, then the gradients of the first.
+struct Loss {
+  const char* name;
+  Op op;
+  size_t sums;
+  const char* instead;  // has a second derivative
+};
+constexpr Loss kCrossEntropy{
+    "linear_cross_entropy", Op("_linear_cross_entropy_gradients"), 1, "linear and cross_entropy"};
+constexpr Loss kDivergence{"linear_kl", Op("_linear_kl_gradients"), 2, "linear and log_softmax"};
 
-// The arguments that have a gradient, for `wanted`.
-std::vector<int64_t> wanted_gradients(const Given& given) {
+template <const Loss& loss>
+c10::IValue sums_over_tokens(const Given& given) {
   std::vector<int64_t> wanted;
   for (const char* name : {"hidden", "weight", "bias"}) {
     const OptionalTensor x = given.optional<at::Tensor>(name);
     wanted.push_back(at::GradMode::is_enabled() && x.has_value() && x->requires_grad());
   }
-  return wanted;
-}
-
-// Calls sums(token_weights), which returns sums over tokens. The largest weight is made 1, so that
-// 16-bit gradients of small or large ones keep their digits.
-template <class Sums>
-Tensors by_weights(const Given& given, const Sums& sums) {
+  std::vector<With> arguments{{"wanted", wanted}};
+  for (const char* name : {"teacher_hidden", "teacher_weight", "teacher_bias"}) {
+    if (const auto x = given.find(name); x.has_value() && x->isTensor()) {
+      arguments.emplace_back(name, x->toTensor().detach());
+    }
+  }
   const at::Tensor labels = given["labels"];
-  const OptionalTensor token_weights = given.optional<at::Tensor>("token_weights");
-  if (!token_weights.has_value() || !token_weights->is_floating_point() ||
-      token_weights->sym_sizes() != labels.sym_sizes()) {
-    return sums(token_weights);
+  OptionalTensor token_weights = given.optional<at::Tensor>("token_weights");
+  at::Tensor unit;
+  if (token_weights.has_value() && token_weights->is_floating_point() &&
+      token_weights->sym_sizes() == labels.sym_sizes()) {
+    TORCH_CHECK_VALUE(
+        !token_weights->requires_grad(),
+        "expected token_weights not to require a gradient, which isn't computed; detach them");
+    // The largest is made 1, so that 16-bit gradients of small or large ones keep their digits.
+    const at::Tensor weights =
+        token_weights->to(at::kDouble)
+            .where(labels.ne(static_cast<int64_t>(given["ignore_index"])), 0);
+    unit = at::cat({weights.abs().flatten(), weights.new_zeros({1})}).amax();
+    unit = unit.where(unit.gt(0), 1);
+    token_weights = weights.div(unit);
   }
-  TORCH_CHECK_VALUE(
-      !token_weights->requires_grad(),
-      "expected token_weights not to require a gradient, which isn't computed; detach them");
-  const at::Tensor weights = token_weights->to(at::kDouble)
-                                 .where(labels.ne(static_cast<int64_t>(given["ignore_index"])), 0);
-  at::Tensor unit = at::cat({weights.abs().flatten(), weights.new_zeros({1})}).amax();
-  unit = unit.where(unit.gt(0), 1);
-  Tensors results = sums(weights.div(unit));
-  for (at::Tensor& result : results) {
-    result = result.mul(unit);
+  arguments.emplace_back("token_weights", token_weights);
+  Tensors results = loss.op(given, arguments);
+  results.resize(loss.sums);
+  for (at::Tensor& sum : results) {
+    sum = unit.defined() ? sum.mul(unit) : sum;
   }
-  return results;
+  if (loss.sums == 1) {
+    return results[0];
+  }
+  return Tensors{results[0], results[1].detach()};
 }
-
-c10::IValue linear_cross_entropy(const Given& given) {
-  const Tensors sums = by_weights(given, [&](const OptionalTensor& weights) {
-    const Tensors results = cross_entropy_gradients(
-        given, {{"wanted", wanted_gradients(given)}, {"token_weights", weights}});
-    return Tensors{results[0]};
-  });
-  return sums[0];
-}
-
-c10::IValue linear_kl(const Given& given) {
-  // The teacher's tensors are constants.
-  const auto constant = [&](const char* name) {
-    const OptionalTensor x = given.optional<at::Tensor>(name);
-    return With(name, x.has_value() ? c10::IValue(x->detach()) : c10::IValue());
-  };
-  return by_weights(given, [&](const OptionalTensor& weights) {
-    const Tensors results = kl_gradients(
-        given, {{"wanted", wanted_gradients(given)},
-                {"token_weights", weights},
-                constant("teacher_hidden"),
-                constant("teacher_weight"),
-                constant("teacher_bias")});
-    return Tensors{results[0], results[1].detach()};
-  });
-}
-
-// A loss whose op returns the gradients of its first output after `sums` sums.
-struct Loss {
-  const char* name;
-  size_t sums;
-  const char* instead;  // has a second derivative
-};
-constexpr Loss kCrossEntropy{"linear_cross_entropy", 1, "linear and cross_entropy"};
-constexpr Loss kDivergence{"linear_kl", 2, "linear and log_softmax"};
 
 template <const Loss& loss>
 void keep_gradients(Call& call) {
@@ -143,8 +123,8 @@ Tensors log_probs_gradients(const Call& call, const Tensors& gradients) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
-  implement<linear_cross_entropy>(m, "linear_cross_entropy");
-  implement<linear_kl>(m, "linear_kl");
+  implement<sums_over_tokens<kCrossEntropy>>(m, "linear_cross_entropy");
+  implement<sums_over_tokens<kDivergence>>(m, "linear_kl");
 }
 
 TORCH_LIBRARY_IMPL(deepsp, Autograd, m) {

@@ -6,12 +6,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/cat.h>
 
-#include <limits>
-
 namespace deepsp {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // The rows of a chunk whose divergence is computed at a time: on the CPU so few that a thread's
 // temporaries stay in its cache.
@@ -55,7 +51,7 @@ Divergence diverge(const at::Tensor& log_p, const at::Tensor& log_q, double beta
 // -infinity.
 at::Tensor merge_rest(const at::Tensor& log_p, const at::Tensor& top) {
   const at::Tensor of_top = log_p.gather(1, top);
-  log_p.scatter_(1, top, -kInfinity);
+  log_p.scatter_(1, top, -INFINITY);
   return at::cat({of_top, log_p.logsumexp(at::IntArrayRef{1}, /*keepdim=*/true)}, 1);
 }
 
@@ -68,11 +64,7 @@ Divergence diverge_in_top(
   const at::Tensor merged = merge_rest(log_p, top);
   const auto [each, grad] = diverge(merged, merge_rest(log_q, top), beta);
   // The rest's gradient is shared out by its classes' probabilities, which may all be 0.
-  const at::Tensor rest =
-      merged.narrow(1, top_k, 1)
-          .clamp_min(
-              log_p.scalar_type() == at::kDouble ? std::numeric_limits<double>::lowest()
-                                                 : std::numeric_limits<float>::lowest());
+  const at::Tensor rest = merged.narrow(1, top_k, 1).clamp_min(-1e30);
   log_p.sub_(rest).exp_().mul_(grad.narrow(1, top_k, 1));
   return {each, log_p.scatter_(1, top, grad.narrow(1, 0, top_k))};
 }
@@ -88,7 +80,7 @@ c10::IValue linear_kl_gradients(const Given& given) {
   const at::IntArrayRef wanted = given["wanted"];
   check_logits(student_of, labels, "labels", wanted);
   check_device(teacher_of.hidden, "teacher_hidden", hidden, "hidden");
-  check_logits(teacher_of, labels, "labels", {0, 0, 0}, "teacher_");
+  check_logits(teacher_of, labels, "labels", {0, 0, 0});
   TORCH_CHECK_VALUE(
       student_of.weight.sym_size(0) == teacher_of.weight.sym_size(0),
       "expected weight and teacher_weight to have the same classes, got ",

@@ -24,15 +24,16 @@ struct LogitsOf {
 
 // The arguments that these ops share.
 struct LogitsArguments {
+  const std::string model;  // begins the names of its arguments, in an op of two models
   const at::Tensor hidden, weight;
   const OptionalTensor bias;
   std::optional<int64_t> chunk_tokens;
   const LogitsOf of;
 
-  // `model` begins the names of one model's arguments in an op of two.
   explicit LogitsArguments(
       const Given& given, double temperature = 1, const std::string& model = "")
-      : hidden(given[model + "hidden"]),
+      : model(model),
+        hidden(given[model + "hidden"]),
         weight(given[model + "weight"]),
         bias(given.optional<at::Tensor>(model + "bias")),
         chunk_tokens(given.optional<int64_t>("chunk_tokens")),
@@ -50,14 +51,13 @@ constexpr int64_t kGpuTokens = 1024;
 // A sum over as many tokens of what is at most 1 times hidden would leave float16's range.
 constexpr int64_t kHalfTokens = 512;
 
-// `labels_name`: the op's name for the classes. `model`: as in LogitsArguments.
+// `labels_name`: the op's name for the classes.
 inline void check_logits(
     const LogitsArguments& given,
     const at::Tensor& labels,
     const std::string& labels_name,
-    at::IntArrayRef wanted,
-    const std::string& model = "") {
-  const auto& [hidden, weight, bias, chunk_tokens, of] = given;
+    at::IntArrayRef wanted) {
+  const auto& [model, hidden, weight, bias, chunk_tokens, of] = given;
   const at::ScalarType dtype = hidden.scalar_type();
   const std::string hidden_name = model + "hidden", weight_name = model + "weight",
                     bias_name = model + "bias";
@@ -151,7 +151,7 @@ struct LogitsGradients {
   LogitsGradients(const LogitsArguments& of, at::IntArrayRef wanted) {
     const auto wide = of.hidden.options().dtype(wide_dtype(of.hidden.scalar_type()));
     if (wanted[0]) {
-      hidden = all.emplace_back(at::empty_symint(of.hidden.sym_sizes(), of.hidden.options()));
+      hidden = all.emplace_back(at::zeros_symint(of.hidden.sym_sizes(), of.hidden.options()));
     }
     if (wanted[1]) {
       weight = all.emplace_back(at::zeros_symint(of.weight.sym_sizes(), wide));
@@ -212,13 +212,9 @@ class Logits {
   void walk(const Visit& visit, const at::Tensor& valid = {}) {
     for (int64_t begin = 0; begin < tokens; begin += chunk_) {
       const int64_t count = std::min(chunk_, tokens - begin);
-      if (valid.defined() && valid.is_cpu() && !valid.narrow(0, begin, count).any().item<bool>()) {
-        if (hidden_grad_.defined()) {
-          hidden_grad_.narrow(0, begin, count).zero_();
-        }
-        continue;
+      if (!valid.defined() || !valid.is_cpu() || valid.narrow(0, begin, count).any().item<bool>()) {
+        visit(begin, count, of_chunk(begin, count));
       }
-      visit(begin, count, of_chunk(begin, count));
     }
   }
 
