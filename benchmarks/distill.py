@@ -7,10 +7,11 @@ Each rank has its share of one sequence's tokens, float32, one thread a rank. Co
                 own tokens, without communication
   trl_logits    all logits of a rank's own tokens, and GKDTrainer.generalized_jsd_loss
 
-A time is that of the slowest rank. Memory is the most that the larger rank's process takes in a
-step (VmHWM) above what it holds before it: hidden states and weights. The gradients of the
-student's hidden states and weight are part of it. The first step of each contender is measured for
-memory, the following ones are timed. Losses and gradients are compared.
+A time is CPU time, the slowest rank's, so that other programs on the machine count little: a rank
+has one thread and waits for nothing but the loss's sum. Memory is the most that the larger rank's
+process takes in a step (VmHWM) above what it holds before it: hidden states and weights. The
+gradients of the student's hidden states and weight are part of it. The first step of each contender
+is measured for memory, too. Losses and gradients are compared.
 
     python benchmarks/distill.py
     python benchmarks/distill.py --tokens 2048 --vocab 8000
@@ -19,6 +20,8 @@ memory, the following ones are timed. Losses and gradients are compared.
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,6 +34,14 @@ import deepsp
 
 OURS, CHUNKED, LOGITS = WAYS = ("deepsp", "trl_chunked", "trl_logits")
 DIVERGENCES = {1.0: "reverse KL", 0.5: "Jensen-Shannon", 0.0: "forward KL"}
+
+
+def cpu_clock(call: Callable[[], object]) -> float:
+    """Return the seconds of CPU time of a call that all ranks start together."""
+    dist.barrier()
+    begin = time.process_time()
+    call()
+    return time.process_time() - begin
 
 
 def measure(beta: float, args: argparse.Namespace) -> dict:
@@ -70,8 +81,10 @@ def measure(beta: float, args: argparse.Namespace) -> dict:
 
     report: dict = {"mib": {}, "ms": {}, "off": {}}
     for way in WAYS:
+        begin = time.process_time()
         (loss, *gradients), mib = bench.growth(lambda way=way: step(way))
         report["mib"][way] = bench.largest(mib)[0]
+        report["ms"][way] = bench.largest(1e3 * (time.process_time() - begin))
         loss = loss.item() if way == OURS else bench.summed(loss.item())
         if way == OURS:
             expected, compared = loss, gradients
@@ -84,7 +97,8 @@ def measure(beta: float, args: argparse.Namespace) -> dict:
         del gradients
     del compared
     calls = {way: lambda way=way: step(way) for way in WAYS}
-    report["ms"] = bench.timed(calls, args.rounds, warmups=0)
+    times = bench.timed(calls, args.rounds - 1, warmups=0, clock=cpu_clock)
+    report["ms"] = {way: report["ms"][way] + times[way] for way in WAYS}
     return report
 
 
@@ -102,7 +116,7 @@ def tables(results: dict) -> list[bench.Table]:
                     f"{x['mib'][way] / x['mib'][CHUNKED]:.3f}",
                 ]
             )
-    columns = ["divergence (beta)", "", "step, s: min / median", "time, of trl_chunked"]
+    columns = ["divergence (beta)", "", "CPU time, s: min / median", "time, of trl_chunked"]
     columns += ["peak, MiB a rank", "peak, of trl_chunked"]
     return [bench.Table("A step", columns, rows)]
 
@@ -115,7 +129,7 @@ def main() -> None:
         width=(1024, "the student's"),
         teacher_width=(2048, "the teacher's"),
         ranks=(2, "processes"),
-        rounds=(3, "timed steps of each contender"),
+        rounds=(3, "steps of each contender"),
         results=(Path, "folder for distill.md and distill.json"),
         note=("", "on the load, for the results"),
     ).parse_args()
@@ -127,7 +141,7 @@ def main() -> None:
     paragraphs = [
         f"TRL {version('trl')}. {args.tokens:,} tokens on {args.ranks} ranks, {args.vocab:,} "
         f"classes, a student of width {args.width:,} and a teacher of {args.teacher_width:,}, "
-        f"float32, {args.rounds} timed steps of each contender. What is compared: `--help`.",
+        f"float32, {args.rounds} steps of each contender. What is compared: `--help`.",
         f"Losses and gradients of all ways differ by at most {worst:.1e} of the largest entry.",
     ]
     bench.report(

@@ -169,6 +169,19 @@ def test_loss_and_gradients(ranks, kind):
     on_ranks(ranks, _loss, kind)
 
 
+def _many_classes():
+    """A chunk whose divergence is computed for few rows at a time."""
+    student, teacher, labels = _case(5, 40_000, (3, 2))
+    for beta, top_k in ((0.0, None), (0.5, 10), (1.0, None)):
+        kwargs = {"beta": beta, "top_k": top_k, "token_weights": draw(2, 5, seed=9).abs()}
+        ours = _sharded(student, teacher, labels, [5], **kwargs)
+        _close(ours, _expected(student, teacher, labels, **kwargs), [5], **TIGHT)
+
+
+def test_many_classes():
+    on_ranks(1, _many_classes)
+
+
 def _nothing():
     """No token that counts anywhere, no token on a rank, none at all, weights whose sum is 0."""
     size = dist.get_world_size()
