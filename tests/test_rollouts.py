@@ -2,14 +2,13 @@
 one process, send the same weights, and log its numbers."""
 
 import contextlib
-import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from by_trl import made, reference_of, reinforced, reward_of, same
 from harness import on_ranks
-from trained import launched, logs, pairs
+from trained import everywhere, launched, logs, pairs
 from vllm_stub import Client, Engine, installed
 
 
@@ -20,22 +19,13 @@ def reference(tmp_path_factory):
     return str(folder)
 
 
-def _everywhere(values):
-    """A list of all ranks'."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return values
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, values)
-    return list(itertools.chain(*every))
-
-
 def _rollouts(size, batch, reference, mode="server", engine=False, **given):
     """What a training logs, and what the server was asked and sent."""
     if mode == "colocate" and engine:
         given["vllm_tensor_parallel_size"] = size
     with installed():
         logged = reinforced(size, batch, reference, use_vllm=True, vllm_mode=mode, **given)
-        asked, sent = _everywhere(Client.asked), _everywhere(Client.sent)
+        asked, sent = everywhere(Client.asked), everywhere(Client.sent)
         sums = [{n: float(x.double().sum()) for n, x in weights.items()} for weights in sent]
         assert len(sums) >= 3
         if mode == "colocate":  # each rank loads all
@@ -182,7 +172,7 @@ def _with_tools(size, batch, reference, mode):
             **more,
         )
         trainer.train()
-        asked, calls = _everywhere(Client.asked), _everywhere(_CALLS)
+        asked, calls = everywhere(Client.asked), everywhere(_CALLS)
         assert len(calls) > 5 and any(x % 5 == 0 for x in calls)
         return [*logs(trainer), {"asked": str(sorted(asked)), "calls": str(sorted(calls))}]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -276,3 +277,12 @@ def compare_logs(function, world, size, batch=4, digits=1e-5, **given):
             rough = {k: max(digits, 1e-6) if k in ("loss", "train_loss") else digits for k in b}
             assert a.keys() == b.keys()
             assert all(a[k] == pytest.approx(b[k], rel=rough[k]) for k in b), (a, b)
+
+
+def everywhere(values):
+    """The lists of all ranks, joined."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, values)
+    return list(itertools.chain(*every))

@@ -35,6 +35,8 @@ class Client:
     """The prompts of this process's requests."""
     sent: ClassVar[list[dict[str, torch.Tensor]]] = []
     """The weights of each update."""
+    scored: ClassVar[list[list[int]]] = []
+    """The sequences whose log-probabilities were asked for."""
     fault = ""
 
     def __init__(self, base_url=None, group_port=0, connection_timeout=0.0, **_):
@@ -62,6 +64,18 @@ class Client:
         if self.requests == 2 and self.fault == "unscored":
             scores[0] = scores[0][:-1]
         return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": scores}
+
+    def get_sequence_logprobs(self, sequences, prompt_lengths, top_logprobs, temperature) -> dict:
+        self.scored.extend(sequences)
+        result = {"logprobs": [], "logprob_token_ids": [], "actual_logprobs": []}
+        for ids, length in zip(sequences, prompt_lengths, strict=True):
+            own = ids[length:]
+            result["actual_logprobs"].append([[x] for x in log_probs_of(own)])
+            result["logprobs"].append([[-0.9 - k for k in range(top_logprobs)] for _ in own])
+            result["logprob_token_ids"].append(
+                [[(token + 3 * k) % VOCABULARY for k in range(top_logprobs)] for token in own]
+            )
+        return result
 
     def update_named_params(self, metadata, params) -> None:
         if self.fault == "deaf" and self.sent:
@@ -123,19 +137,21 @@ class Engine:
 def installed(fault: str = "") -> Iterator[None]:
     """In this context TRL finds vLLM, which is this one."""
     import trl.trainer.distillation_trainer as distillation
-    from trl.generation import vllm_generation
+    from trl.generation import vllm_client, vllm_generation
 
     with contextlib.ExitStack() as stack:
         for module, name, value in (
             (vllm_generation, "is_vllm_available", lambda *_, **__: True),
             (distillation, "is_vllm_available", lambda *_, **__: True),
             (vllm_generation, "VLLMClient", Client),
+            (vllm_client, "VLLMClient", Client),
             (vllm_generation, "LLM", Engine),
             (vllm_generation, "SamplingParams", SimpleNamespace),
             (vllm_generation, "empty_cache", lambda: None),
             (Client, "fault", fault),
             (Client, "asked", []),
             (Client, "sent", []),
+            (Client, "scored", []),
             (Engine, "levels", []),
         ):
             if hasattr(module, name):
