@@ -25,6 +25,7 @@ from deepsp.integrations.transformers.check import (
     implementation_of,
     implementations,
 )
+from deepsp.integrations.transformers.cores import required_by
 from deepsp.integrations.transformers.forward import (
     FULL_ROWS,
     REGISTRATIONS,
@@ -299,7 +300,7 @@ def check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> No
             "expected no logits_to_keep, since the last tokens of this rank are not those of the "
             "sequence; leave it out, or call model.set_attn_implementation('sdpa') for generate()"
         )
-    names = _KNOWN
+    names = _KNOWN | required_by(getattr(registration_of(model), "core", ""))
     if multimodal.decoder_of(model) is not None:
         names = names | set(inspect.signature(model.forward).parameters)
     for name, value in arguments.items():

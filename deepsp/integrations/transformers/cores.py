@@ -22,6 +22,16 @@ def check_core(core: str) -> None:
         raise ValueError(f"expected core to be one of {names}, got {core!r}")
 
 
+def required_by(name: str) -> set[str]:
+    """The further arguments of the implementation ``name`` that a model's call must have, such as
+    TRL's of a tree of prefixes. They are of the full sequence."""
+    from transformers import AttentionInterface
+
+    function = AttentionInterface._global_mapping.get(name, check_core)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+
+
 class Core:
     """A local attention (:class:`deepsp.DistributedAttention`, layout "bhsd") by the implementation
     ``name`` of transformers."""

@@ -70,7 +70,7 @@ class Rollouts:
 
         # TRL's barrier would wait for a rank that has raised.
         with replaced(self.accelerator, "wait_for_everyone", lambda: None):
-            _on_all_ranks(connect, "vLLM to start", member_of(None))
+            on_all_ranks(connect, "vLLM to start", member_of(None))
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         if self.sequence_groups is None:
@@ -92,7 +92,7 @@ class Rollouts:
             None if images is None else [images[i] for i in mine],
             num_generations,
         )
-        parts = _on_all_ranks(call, "completions from vLLM", member)
+        parts = on_all_ranks(call, "completions from vLLM", member)
         return tuple(
             None if None in column else list(itertools.chain(*column))[: len(prompts)]
             for column in zip(*parts, strict=True)
@@ -146,14 +146,14 @@ class Rollouts:
                     pass
                 raise
 
-        _on_all_ranks(call, "vLLM to take the weights", member_of(None))
+        on_all_ranks(call, "vLLM to take the weights", member_of(None))
 
     def _iter_named_params(self) -> Iterator:
         self.sequence_weights = super()._iter_named_params()
         return self.sequence_weights
 
 
-def _on_all_ranks(call: Callable, what: str, member: Member) -> list[Any]:
+def on_all_ranks(call: Callable, what: str, member: Member) -> list[Any]:
     """The results of ``call``, which has no collectives, by rank. Raises on all ranks if it raises
     on one."""
     result, error = None, None
@@ -172,7 +172,7 @@ def _on_all_ranks(call: Callable, what: str, member: Member) -> list[Any]:
 def once(call: Callable, what: str, groups: Groups) -> Any:
     """The result of ``call``, or its error, which the first rank of a group gets for all."""
     call = call if groups.member[0] == 0 else lambda: None
-    return _on_all_ranks(call, what, groups.member)[0]
+    return on_all_ranks(call, what, groups.member)[0]
 
 
 def _within(seconds: float, call: Callable, *args: Any, **kwargs: Any) -> Any:

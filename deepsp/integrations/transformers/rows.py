@@ -27,6 +27,7 @@ from deepsp.data.sharding import unshard
 from deepsp.integrations.door import ADVICE, local_batch
 from deepsp.integrations.transformers import calls, mixers, multimodal
 from deepsp.integrations.transformers.causal_lm import LossInHead
+from deepsp.integrations.transformers.cores import required_by
 from deepsp.integrations.transformers.forward import (
     FULL_ROWS,
     Registration,
@@ -87,6 +88,7 @@ class _Call:
     labels: Tensor | None
     items: int | Tensor | None
     fused: bool
+    shift_labels: Tensor | None = None
     in_head: LossInHead | None = None
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -192,8 +194,11 @@ class FullRows:
         if labels is not None and "shift_labels" not in batch:
             # transformers' shift: its collators mark the ends of documents in a row.
             batch["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        of_core = {n: batch.pop(n) for n in required_by(registration.core) if n in batch}
         local, share = self._sharded(base, batch)
+        local |= of_core
         call = _Call(share, labels, items, bool(batch.get("fused_lm_head")))
+        call.shift_labels = batch.get("shift_labels")
         self._calls.append(call)
         try:
             return (), self._entered(base, call, registration, local)
@@ -307,7 +312,7 @@ class FullRows:
         by_name = dict(zip(names, full.unbind(-1), strict=True))
         if "is_top1" in by_name:
             by_name["is_top1"] = by_name["is_top1"].bool()
-        mask = call.labels[:, 1:] != -100
+        mask = (call.shift_labels if call.labels is None else call.labels[:, 1:]) != -100
         count = mask.sum().clamp(min=1) if call.items is None else call.items
         loss = -by_name["log_probs"].sum() / count
         if output.aux_loss is not None:

@@ -24,6 +24,7 @@ from transformers.trainer_utils import seed_worker
 from deepsp.integrations.door import subclass
 from deepsp.integrations.grouped import group_processes
 from deepsp.integrations.transformers import rollouts, trl
+from deepsp.integrations.transformers.async_rollouts import AsyncStep
 from deepsp.integrations.transformers.classifiers import ClassifierStep
 from deepsp.integrations.transformers.dealt_experts import (
     TrainerAccelerator,
@@ -153,6 +154,8 @@ class SequenceParallel:
     """None: ranks don't share sequences."""
     sequence_step: FullStep | Turns
     sequence_proof: Proof
+    sequence_has_loader = False
+    """Whether batches come from a loader of deepsp's that deals them to groups."""
 
     def __init__(self, *args, **kwargs):
         names = {field.name for field in fields(Options)}
@@ -216,6 +219,8 @@ class SequenceParallel:
         super().create_accelerator_and_postprocess()
         options, tensor_size = self.sequence_options, getattr(self.model, "tp_size", None) or 1
         size = options.sequence_parallel_size
+        if self.sequence_has_loader and size != 1:
+            self.accelerator.dataloader_config.dispatch_batches = False
         groups = group_processes(self.accelerator, size, tensor_size, TrainerAccelerator)
         if groups is not None:
             compares = trl.trl_class(type(self)) is not None
@@ -351,6 +356,8 @@ def step_class(trainer: Trainer) -> type[FullStep]:
         return DistilledStep
     if "GKDTrainer" in names:
         return GKDStep
+    if "AsyncGRPOTrainer" in names:
+        return AsyncStep
     return trl.RowsStep if trainer.sequence_run.compares_rows else FullStep
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from accelerate.utils import set_seed
 from transformers import Trainer, TrainingArguments
 
-from deepsp.integrations.transformers import mixers, rollouts
+from deepsp.integrations.transformers import async_rollouts, mixers, rollouts
 from deepsp.integrations.transformers.classifiers import cut_rows
 from deepsp.integrations.transformers.experts import refuse_dealt
 from deepsp.integrations.transformers.forward import full_rows_of
@@ -31,6 +31,7 @@ OTHERS = (
     "RewardTrainer",
     "GKDTrainer",
     "ServerDistillationTrainer",
+    "AsyncGRPOTrainer",
     "_BaseTrainer",
     "BaseTrainer",
 )
@@ -61,11 +62,12 @@ def check_class(trainer_class: type[Trainer]) -> None:
     """Raises for TRL's other trainers."""
     for cls in trainer_class.__mro__:
         if cls.__module__.split(".")[0] == "trl" and cls.__name__ not in (*OTHERS, *TRAINERS):
+            names = ", ".join(n for n in (*OTHERS[:-2], *TRAINERS))
             raise ValueError(
-                "expected trainer_class to be transformers' Trainer, TRL's SFTTrainer, "
-                f"RewardTrainer, GKDTrainer, {', '.join(TRAINERS)} or a subclass of these, got "
-                f"{trainer_class.__name__}: {cls.__name__} of TRL calls its model in ways that "
-                "aren't supported over sharded sequences; write its loss in a loop of your own, with deepsp.token_log_probs"
+                "expected trainer_class to be transformers' Trainer, one of TRL's "
+                f"{names} or a subclass of these, got {trainer_class.__name__}: {cls.__name__} of "
+                "TRL calls its model in ways that aren't supported over sharded sequences; write "
+                "its loss in a loop of your own, with deepsp.token_log_probs"
             )
 
 
@@ -217,6 +219,8 @@ def hooks(cls: type[Trainer]) -> dict[str, Callable]:
             return ask()
         return rollouts.once(ask, "log-probabilities from the teacher", self.sequence_run.groups)
 
+    if "AsyncGRPOTrainer" in {c.__name__ for c in cls.__mro__}:
+        return async_rollouts.hooks(cls)
     every = {
         "generate_on_policy_outputs": generate_on_policy,
         "_get_teacher_token_logprobs_from_server": teacher_log_probs,
