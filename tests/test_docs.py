@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from architectures import make
+from by_trl import reward_of
 from diffusion import make_diffusion_model
 from harness import on_ranks
 from models import VOCABULARY, Model
@@ -22,7 +23,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
 from trained import Rows, arguments, launched, lists, pairs, tiny, tokenizer
+from transformers import AutoModelForSequenceClassification
 from under_deepspeed import launch_deepspeed
+from vllm_stub import installed
 
 import deepsp
 
@@ -272,6 +275,29 @@ def _trainer():
     assert names["metrics"]["eval_loss"] > 0 and names["loss"] > 0
 
 
+def _rl():
+    given = {"per_device_train_batch_size": 4, "eval_strategy": "no", "max_steps": 2, "bf16": False}
+    only_prompts = pairs(8).remove_columns(["chosen", "rejected"])
+    config = tiny().config
+    config.num_labels = 1
+    names = {
+        "policy": tiny(),
+        "student": tiny(),
+        "teacher": tiny(hidden_size=48),
+        "reward_model": AutoModelForSequenceClassification.from_config(config),
+        "reward": reward_of,
+        "prompts": only_prompts,
+        "pairs": pairs(8),
+        "rows": Rows(8),
+        "tokenizer": tokenizer(splits=True),
+    }
+    with launched(), installed():
+        names["training"] = given | {"use_cpu": True, "report_to": [], "save_strategy": "no"}
+        names["training_arguments"] = arguments(**given)
+        names = run("rl", names)
+    assert names["plan"].total > 2**34 and len(names["trainer"].state.log_history) > 0
+
+
 def _memory():
     torch.manual_seed(0)
     model = make("Llama")
@@ -482,6 +508,7 @@ RUNS = {
     "multimodal": (_multimodal, 2),
     "ops": (_ops, 2),
     "trainer": (_trainer, 2),
+    "rl": (_rl, 2),
     "transport": (_transport, 2),
 }
 ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loops.py
@@ -493,7 +520,7 @@ def test_snippets(page):
     # DeepSpeed and transformers keep state of the process.
     apart = (
         page
-        if page in ("deepspeed", "transformers", "losses-and-data", "trainer", "multimodal")
+        if page in ("deepspeed", "transformers", "losses-and-data", "trainer", "rl", "multimodal")
         else ""
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -1,5 +1,7 @@
 """Log-probabilities of tokens without logits, against one process that has them all, in float64."""
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -321,6 +323,45 @@ def test_the_meta_device():
     assert [(g.shape, g.dtype) for g in gradients] == [(x.shape, x.dtype) for x in (hidden, weight)]
 
 
-def test_policy_gradient_example():
-    example = Path(__file__).parents[1] / "examples/policy_gradient.py"
-    subprocess.run([sys.executable, example, "--ranks", "3", "--seq-len", "31"], check=True)
+def _first_step(program):
+    """The loss of examples/rl_loop.py's first step, in plain PyTorch, and its gradient norm."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, set_seed
+
+    wanted = (ast.Import, ast.ImportFrom, ast.FunctionDef)
+    nodes = ast.parse(program).body
+    constants = [n for n in nodes if isinstance(n, ast.Assign) and n.lineno < 22]
+    names = {}
+    kept = [n for n in nodes if isinstance(n, wanted) or n in constants]
+    exec(compile(ast.Module(kept, []), "rl_loop", "exec"), names)
+    set_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=97, **sizes, num_attention_heads=4, num_key_value_heads=2)
+    policy, reference = (AutoModelForCausalLM.from_config(config).double() for _ in range(2))
+    total, count = 0, 0
+    prompts = [[5, 7 + i, 11 * i % 90] for i in range(names["PROMPTS"])]
+    rows = names["rollout"](prompts, 0)
+    rewards = torch.tensor([sum(row["answer"]) % 7 / 7 for row in rows]).double().view(4, -1)
+    advantages = (rewards - rewards.mean(1, True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    for row, advantage in zip(rows, advantages.flatten(), strict=True):
+        ids = torch.tensor(row["prompt"] + row["answer"])[None]
+        scores = [model(ids).logits.log_softmax(-1)[0, 2:-1] for model in (policy, reference)]
+        now, before = (x.gather(1, ids[0, 3:, None])[:, 0] for x in scores)
+        ratio = (now - torch.tensor(row["sampled"]).double()).exp()
+        gain = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        distance = before.detach() - now
+        entropy = -(scores[0].exp() * scores[0]).sum(1)
+        each = -gain + 0.04 * (distance.exp() - distance - 1) - 0.01 * entropy
+        total, count = total + each.sum(), count + len(each)
+    loss = total / count
+    loss.backward()
+    return float(loss), float(torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0))
+
+
+def test_rl_loop_example():
+    path = Path(__file__).parents[1] / "examples/rl_loop.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", path]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    steps = [re.findall(r"[-\d.]{8,}", line) for line in printed.splitlines() if "step" in line]
+    assert len(steps) == 3
+    expected = _first_step(path.read_text())
+    assert [float(x) for x in steps[0]] == pytest.approx(expected, abs=1e-8)
