@@ -181,9 +181,9 @@ def linear_kl(
     token_weights: Tensor | None = None,
     entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The divergence of a student's distributions p from a teacher's q over all tokens of a sharded
-    sequence, for distillation: the same number on every rank. Both models' logits exist for a chunk
-    of tokens at a time only, in forward and backward.
+    """Return the divergence of a student's distributions p from a teacher's q over all tokens of a
+    sharded sequence, for distillation: the same number on every rank. Both models' logits exist for
+    a chunk of tokens at a time only, in forward and backward.
 
     Gradients are computed in forward, as by :func:`linear_cross_entropy`, for ``hidden``,
     ``weight`` and ``bias``. The teacher's tensors are constants, even if they require a gradient. A
@@ -274,8 +274,8 @@ def token_mean(
     *,
     token_weights: Tensor | None = None,
 ) -> Tensor:
-    """The mean of a number for each token, over all tokens of a sharded sequence: the same number
-    on every rank. A loss of your own, or a term of one, is right by this alone: an entropy bonus, a
+    """Return the mean of a number for each token, over all tokens of a sharded sequence: the same
+    number on every rank. It makes a loss of your own, or a term of one, right: an entropy bonus, a
     KL penalty, the loss of a value head.
 
     Args:
@@ -307,7 +307,7 @@ def token_sum(
     *,
     token_weights: Tensor | None = None,
 ) -> Tensor:
-    """The sum of a number for each token, over all tokens of a sharded sequence: as
+    """Return the sum of a number for each token, over all tokens of a sharded sequence: as
     :func:`token_mean`, but not divided.
 
     Args:
@@ -331,7 +331,7 @@ def token_sum(
 def _of_tokens(
     x: Tensor, labels: Tensor, ignore_index: int, token_weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Checks the numbers of this rank's tokens, and returns their sum and their counts."""
+    """Check the numbers of this rank's tokens; return their sum, and how often each counts."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"expected x to be a floating-point tensor, got {got}")

@@ -1,4 +1,4 @@
-// The divergence of two models' distributions. As in linear_cross_entropy, one walk over chunks of
+// linear_kl compares two models' distributions. As in linear_cross_entropy, one walk over chunks of
 // tokens computes the sum and its gradients.
 
 #include "logits.h"
@@ -9,8 +9,8 @@
 namespace deepsp {
 namespace {
 
-// The rows of a chunk whose divergence is computed at a time: on the CPU so few that a thread's
-// temporaries stay in its cache.
+// Returns the number of a chunk's rows to compute the divergence of at a time: on the CPU so few
+// that a thread's temporaries stay in its cache.
 int64_t rows_at_once(const at::Tensor& logits) {
   const int64_t bytes = logits.is_cpu() ? (int64_t(1) << 20) * at::get_num_threads() : kChunkBytes;
   return std::max<int64_t>(1, bytes / (logits.size(1) * logits.element_size()));
@@ -20,7 +20,7 @@ at::Tensor row_sum(const at::Tensor& x) {
   return x.sum(at::OptionalIntArrayRef{1}, /*keepdim=*/true);
 }
 
-// 0 where p is 0, whose x may be infinite or NaN.
+// Returns p * x, and 0 where p is 0, even if x is infinite or NaN.
 at::Tensor weighted(const at::Tensor& p, const at::Tensor& x) {
   return p.mul(x).masked_fill_(p.eq(0), 0);
 }
@@ -30,7 +30,7 @@ struct Divergence {
   at::Tensor grad;  // of p's logits
 };
 
-// The divergence of each row of log-probabilities.
+// Computes the divergence of each row of log-probabilities.
 Divergence diverge(const at::Tensor& log_p, const at::Tensor& log_q, double beta) {
   const at::Tensor p = log_p.exp(), q = log_q.exp();
   if (beta == 0) {
@@ -47,16 +47,15 @@ Divergence diverge(const at::Tensor& log_p, const at::Tensor& log_q, double beta
   return {of_q.mul_(beta).add_(of_p, 1 - beta), terms.mul_(1 - beta)};
 }
 
-// The log-probabilities of the classes `top`, then of all others together. Sets those of `top` to
-// -infinity.
+// Returns the log-probabilities of the classes `top`, then of all others together. Overwrites those
+// of `top` with -infinity.
 at::Tensor merge_rest(const at::Tensor& log_p, const at::Tensor& top) {
   const at::Tensor of_top = log_p.gather(1, top);
   log_p.scatter_(1, top, -INFINITY);
   return at::cat({of_top, log_p.logsumexp(at::IntArrayRef{1}, /*keepdim=*/true)}, 1);
 }
 
-// The same, where classes other than the top_k most likely of q count as one. Overwrites its
-// arguments.
+// Counts classes other than the top_k most likely of q as one. Overwrites its arguments.
 Divergence diverge_in_top(
     const at::Tensor& log_p, const at::Tensor& log_q, double beta, int64_t top_k) {
   const at::Tensor top =

@@ -166,8 +166,8 @@ class Logits {
  public:
   const int64_t tokens, classes;
 
-  // `gradients`: those that add_gradients is to compute. `models`: whose logits share the memory of
-  // a chunk.
+  // `gradients`: those that add_gradients is to compute. `models`: the number of models whose
+  // logits share a chunk's memory.
   Logits(
       const LogitsArguments& given,
       int64_t tokens,
