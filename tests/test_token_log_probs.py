@@ -329,9 +329,8 @@ def _first_step(program):
 
     wanted = (ast.Import, ast.ImportFrom, ast.FunctionDef)
     nodes = ast.parse(program).body
-    constants = [n for n in nodes if isinstance(n, ast.Assign) and n.lineno < 22]
     names = {}
-    kept = [n for n in nodes if isinstance(n, wanted) or n in constants]
+    kept = [n for n in nodes if isinstance(n, wanted) or ast.unparse(n).startswith("VOCABULARY")]
     exec(compile(ast.Module(kept, []), "rl_loop", "exec"), names)
     set_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
