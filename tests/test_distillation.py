@@ -60,7 +60,7 @@ _KINDS = [
     {"world": 4, "batch": 2, "mode": "server"},
     {"kind": "LoRA"},
     {"kind": "checkpointing", "batch": 2},
-    {"of": "gemma3_text", "dtype": torch.float32},
+    {"of": "gemma2", "dtype": torch.float32},
 ]
 
 

@@ -55,7 +55,8 @@ def _modules():
         def loss(self, batch):
             ids = batch["input_ids"]
             logits = self.model(ids, torch.arange(TOTAL)[None])[:, :-1]
-            return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+            return loss + 0.1 * logits.logsumexp(-1).square().mean()
 
         def training_step(self, batch, number):
             loss = self.loss(batch)
@@ -87,12 +88,11 @@ def _modules():
             # Lightning reads the number of rows, by which it weights means, off any tensor.
             assert {len(x) for x in batch.values()} == {len(batch["input_ids"])}
             logits = self.model(batch["input_ids"], batch["position_ids"], strategy.sequence_lens)
-            return deepsp.cross_entropy(
-                logits,
-                batch["shift_labels"],
-                strategy.sequence_group,
-                average_gradients=self.averages,
-            )
+            labels, group = batch["shift_labels"], strategy.sequence_group
+            averages = {"average_gradients": self.averages}
+            squares = logits.logsumexp(-1).square()
+            own = deepsp.token_mean(squares, labels, group, **averages)
+            return deepsp.cross_entropy(logits, labels, group, **averages) + 0.1 * own
 
     return Whole, Sharded
 
