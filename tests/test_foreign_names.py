@@ -136,12 +136,56 @@ def test_a_missing_hook_is_an_error():
         door.subclass(Own, Path)
 
 
-@pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"])
-def test_hooks_of_trl_exist(name):
-    import trl
+_GENERATES = {"_generate_and_score_completions", "_generate_single_turn"}
+_HOOKS = {
+    "DPOTrainer": {"_precompute_ref_logps"},
+    "KTOTrainer": {"_precompute_ref_logps"},
+    "RLOOTrainer": _GENERATES,
+    "GRPOTrainer": {*_GENERATES, "_tool_call_loop"},
+    "DistillationTrainer": {*_GENERATES, "_tool_call_loop"},
+    "experimental.gkd.GKDTrainer": {"generate_on_policy_outputs"},
+    "experimental.server_distillation.ServerDistillationTrainer": {
+        *_GENERATES,
+        "_tool_call_loop",
+        "_get_teacher_token_logprobs_from_server",
+    },
+    "experimental.async_grpo.AsyncGRPOTrainer": {
+        "sequence_has_loader",
+        "get_train_dataloader",
+        "_sync_weight",
+        "_streaming_iter",
+    },
+}
 
+
+@pytest.mark.parametrize("name", _HOOKS)
+def test_hooks_of_trl_exist(name):
     from deepsp.integrations.transformers.trl import hooks
 
-    generates = name in ("GRPOTrainer", "RLOOTrainer")
-    wanted = {"_generate_and_score_completions", "_generate_single_turn"}
-    assert set(hooks(getattr(trl, name))) == (wanted if generates else {"_precompute_ref_logps"})
+    module, _, cls = f"trl.{name}".rpartition(".")
+    cls = getattr(importlib.import_module(module), cls)
+    assert set(hooks(cls)) == _HOOKS[name]
+    assert all(hasattr(cls, hook) or hook.startswith("sequence_") for hook in _HOOKS[name])
+
+
+def test_vllm_in_trl():
+    from trl.generation import vllm_generation
+    from trl.trainer import distillation_trainer, grpo_trainer, rloo_trainer
+
+    from deepsp.integrations.transformers.rollouts import Rollouts
+
+    cls = vllm_generation.VLLMGeneration
+    door.subclass(Rollouts, cls)
+    for module in (distillation_trainer, grpo_trainer, rloo_trainer):
+        assert module.VLLMGeneration is cls
+    for name in ("gather_object", "broadcast_object_list", "VLLMClient"):
+        assert hasattr(vllm_generation, name), name
+    for name in (
+        "accelerator.is_main_process",
+        "accelerator.process_index",
+        "vllm_client.generate",
+    ):
+        assert name in inspect.getsource(cls.generate), name
+    assert "_forward_redirection(" in inspect.getsource(
+        distillation_trainer.DistillationTrainer.compute_loss
+    )

@@ -14,7 +14,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from deepsp.integrations.door import Groups, replaced, subclass
@@ -64,13 +64,18 @@ class Rollouts:
             if self.accelerator.is_main_process:
                 self.vllm_client.get_server_info()  # TRL asks for it on this rank alone
             elif groups.member[0] == 0:
-                client = sys.modules[type(self).__mro__[2].__module__].VLLMClient
+                client = self._sequence_module.VLLMClient
                 url = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
                 self.vllm_client = client(base_url=url, connection_timeout=self.server_timeout)
 
         # TRL's barrier would wait for a rank that has raised.
         with replaced(self.accelerator, "wait_for_everyone", lambda: None):
             on_all_ranks(connect, "vLLM to start", member_of(None))
+
+    @property
+    def _sequence_module(self) -> ModuleType:
+        """TRL's, which has imported the client."""
+        return sys.modules[type(self).__mro__[2].__module__]
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         if self.sequence_groups is None:
@@ -100,7 +105,7 @@ class Rollouts:
 
     def _sequence_ask(self, ask: Callable, prompts, images, num_generations: int) -> tuple:
         """The completions of the group's prompts, from the server: as one process asks for them."""
-        module = sys.modules[type(self).__mro__[2].__module__]
+        module = self._sequence_module
         repeats = len(prompts) % num_generations == 0 and all(
             ids == prompts[i - i % num_generations] for i, ids in enumerate(prompts)
         )

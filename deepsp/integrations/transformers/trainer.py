@@ -100,11 +100,15 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
       over tokens divided by ``num_items_in_batch``; every step checks that. Without it, the class
       gets full rows, and ``outputs.logits`` of all tokens take [B, S, V] of memory on every rank.
     - ``roles``: as in :func:`deepsp.shard_batch`, with ``local_loss``.
+    - ``teacher``: a frozen model that the class's ``compute_loss`` calls, too. It takes full rows,
+      or with ``local_loss`` this rank's tokens, as the trained model does.
 
     Losses, gradient norms and metrics are those of the same trainer on N / size processes, and
     those of an evaluation are those of one process with batches as large as those of all groups;
     repeated rows don't count. Of TRL's trainers it takes ``SFTTrainer``, ``DPOTrainer``,
-    ``KTOTrainer``, ``GRPOTrainer`` and ``RLOOTrainer``. A group generates completions once.
+    ``KTOTrainer``, ``RewardTrainer``, ``GRPOTrainer``, ``RLOOTrainer``, ``AsyncGRPOTrainer``,
+    ``DistillationTrainer``, ``ServerDistillationTrainer`` and ``GKDTrainer``. A group generates
+    completions once.
 
     Args:
         trainer_class: transformers' ``Trainer`` or a subclass of it.
@@ -114,8 +118,8 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
         take [B, S, V] of memory on every rank.
 
     Raises:
-        ValueError: when a trainer is made: the model isn't a causal language model of transformers,
-            or mixes tokens other than by attention through deepsp
+        ValueError: when a trainer is made: the model isn't a causal language model of transformers
+            or a classifier of its decoder, or mixes tokens other than by attention through deepsp
             (:func:`deepsp.integrations.transformers.check`); the size doesn't divide the number of
             processes; arguments that can't be combined, by name; sharded experts over other ranks,
             or with adapters, FSDP, DeepSpeed or checkpoints that have an optimizer's state. On a
