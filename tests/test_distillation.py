@@ -41,10 +41,7 @@ def _distilled(size, batch, kind="", beta=1.0, mode=None, of="llama", **given):
         more["args"].beta = beta
         rows = pairs(24).remove_columns(["chosen", "rejected"])
         trainer = cls(
-            teacher_model=teacher,
-            train_dataset=rows,
-            eval_dataset=rows.select(range(4)),
-            **more,
+            teacher_model=teacher, train_dataset=rows, eval_dataset=rows.select(range(4)), **more
         )
         trainer.train()
         return [*logs(trainer), {"completions": " / ".join(trainer._logs["completion"])}]
@@ -54,7 +51,12 @@ def _distilled(size, batch, kind="", beta=1.0, mode=None, of="llama", **given):
 _CLOSE = {"digits": 1e-5}
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+_NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    "beta", [pytest.param(0.0, marks=_NIGHTLY), 0.5, pytest.param(1.0, marks=_NIGHTLY)]
+)
 def test_distilled(beta):
     same(_distilled, 2, 2, batch=4, beta=beta, **_CLOSE)
 
@@ -71,7 +73,7 @@ _KINDS = [
 ]
 
 
-@pytest.mark.nightly
+@_NIGHTLY
 @pytest.mark.parametrize("given", _KINDS, ids=str)
 def test_kinds_of_distillation(given):
     given = {"world": 2, "batch": 4, **_CLOSE, **given}
@@ -133,7 +135,7 @@ class _Draws(TrainerCallback):
             random.random()
 
 
-@pytest.mark.parametrize("lmbda", [0.0, 0.5])
+@pytest.mark.parametrize("lmbda", [pytest.param(0.0, marks=_NIGHTLY), 0.5])
 def test_gkd(lmbda):
     same(_gkd, 2, 2, batch=4, lmbda=lmbda, digits=1e-5)
 
@@ -141,7 +143,7 @@ def test_gkd(lmbda):
 _KINDS_OF_GKD = [{"seq_kd": True}, {"world": 3}, {"gradient_accumulation_steps": 2}]
 
 
-@pytest.mark.nightly
+@_NIGHTLY
 @pytest.mark.parametrize("given", _KINDS_OF_GKD, ids=str)
 def test_kinds_of_gkd(given):
     given = {"world": 2, "batch": 3, "digits": 1e-5, **given}
@@ -185,7 +187,7 @@ def _own(size, batch, local_loss=False, **given):
     return logs(trainer)
 
 
-@pytest.mark.parametrize("local_loss", [False, True])
+@pytest.mark.parametrize("local_loss", [pytest.param(False, marks=_NIGHTLY), True])
 def test_own_teacher(local_loss):
     same(_own, 2, 2, batch=4, digits=1e-6, local_loss=local_loss)
 
@@ -228,6 +230,6 @@ def _by_server(size, batch, beta=0.0, top_k=3, **given):
         return [*logs(trainer), {}]
 
 
-@pytest.mark.parametrize(("beta", "top_k"), [(0.0, 3), (0.5, 1)])
+@pytest.mark.parametrize(("beta", "top_k"), [pytest.param(0.0, 3, marks=_NIGHTLY), (0.5, 1)])
 def test_by_server(beta, top_k):
     same(_by_server, 2, 2, batch=4, digits=1e-5, beta=beta, top_k=top_k)

@@ -100,14 +100,14 @@ def reference(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-def testreinforced(name, reference):
+@pytest.mark.parametrize("name", ["GRPO", pytest.param("RLOO", marks=pytest.mark.nightly)])
+def test_reinforced(name, reference):
     same(reinforced, 2, 2, batch=4, reference=reference, name=name, steps_per_generation=2)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-def testreinforced_in_groups(name, reference):
+def test_reinforced_in_groups(name, reference):
     same(reinforced, 4, 2, batch=3, reference=reference, name=name, steps_per_generation=2)
 
 
@@ -145,14 +145,9 @@ def test_zero3(reference):
     same(reinforced, 2, 2, batch=4, reference=reference, zero=3)
 
 
-_UNDER_FSDP = [
-    ("GRPO", 2),
-    *(pytest.param(*x, marks=pytest.mark.nightly) for x in [("RLOO", 2), ("GRPO", 4)]),
-]
-
-
-@pytest.mark.parametrize(("name", "world"), _UNDER_FSDP)
-def testreinforced_under_fsdp(name, world, reference):
+@pytest.mark.nightly  # test_rollouts.py has it with rollouts by vLLM
+@pytest.mark.parametrize(("name", "world"), [("GRPO", 2), ("RLOO", 2), ("GRPO", 4)])
+def test_reinforced_under_fsdp(name, world, reference):
     same(
         reinforced,
         world,

@@ -42,8 +42,16 @@ def _rollouts(size, batch, reference, mode="server", engine=False, **given):
 _CLOSE = {"digits": 1e-5, "dtype": torch.float64}
 
 
-@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("mode", ["server", "colocate"])
+_NIGHTLY = pytest.mark.nightly
+_MODES = [
+    ("GRPO", "server"),
+    ("RLOO", "colocate"),
+    pytest.param("GRPO", "colocate", marks=_NIGHTLY),
+    pytest.param("RLOO", "server", marks=_NIGHTLY),
+]
+
+
+@pytest.mark.parametrize(("name", "mode"), _MODES)
 def test_rollouts(name, mode, reference):
     given = {"vllm_enable_sleep_mode": True} if mode == "colocate" else {}
     same(_rollouts, 2, 2, batch=4, reference=reference, name=name, mode=mode, **given, **_CLOSE)
@@ -79,7 +87,9 @@ _KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(
+    "kind", [k if k == "FSDP" else pytest.param(k, marks=_NIGHTLY) for k in _KINDS]
+)
 def test_kinds_of_rollouts(kind, reference):
     given = {"batch": 4, "size": 2, "world": 2, **_CLOSE, **_KINDS[kind]}
     if given["world"] == 3:
@@ -178,7 +188,7 @@ def _with_tools(size, batch, reference, mode):
         return [*logs(trainer), {"asked": str(sorted(asked)), "calls": str(sorted(calls))}]
 
 
-@pytest.mark.parametrize("mode", ["server", "colocate"])
+@pytest.mark.parametrize("mode", ["server", pytest.param("colocate", marks=_NIGHTLY)])
 def test_tools(mode, reference):
     """Tools run once for a group, whose ranks share results and errors."""
     same(_with_tools, 2, 2, batch=4, digits=1e-4, reference=reference, mode=mode)
