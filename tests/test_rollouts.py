@@ -115,8 +115,8 @@ _FAULTS = {
     "absent": r"vLLM to start, but rank 0 got ConnectionError: The vLLM server can't be reached",
     "dies": r"completions from the vLLM server, but rank 0 got ConnectionError: connection reset",
     "slow": r"but rank 0 got TimeoutError: no answer within 0.9 s, 0.9 of ddp_timeout; set a lon",
-    "fewer": r"a completion of at least one token for each of 4 prompts, got 3",
-    "unscored": r"a log-probability of each token of a completion, got \[",
+    "fewer": r"rank 0 got RuntimeError: 3 completions of 4 prompts",
+    "unscored": r"rank 0 got RuntimeError: \[.* log-probabilities of completions of \[",
     "deaf": r"vLLM to take the weights, but rank 0 got RuntimeError: weights of the wrong shape",
 }
 

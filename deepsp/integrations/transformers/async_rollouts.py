@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 from deepsp.data.roles import table_of
 from deepsp.integrations.door import Groups, replaced
 from deepsp.integrations.proof.cut import TOKENS
+from deepsp.integrations.transformers import rollouts
 from deepsp.integrations.transformers.rollouts import on_all_ranks
 from deepsp.integrations.transformers.steps import FullStep
 from deepsp.ranks.groups import member_of
@@ -86,18 +87,12 @@ def hooks(cls: type[Trainer]) -> dict[str, Any]:
             cls._sync_weight(self)
             return
         self.sequence_weights = None
-
-        def send() -> None:
-            try:
-                cls._sync_weight(self)
-            except Exception:
-                for _ in self.sequence_weights or ():  # the other ranks gather the rest, too
-                    pass
-                raise
-
         # TRL's barriers would wait for a rank that has raised.
         with replaced(self.accelerator, "wait_for_everyone", lambda: None):
-            on_all_ranks(send, "vLLM to take the weights", member_of(None))
+            rollouts.send_weights(
+                lambda: cls._sync_weight(self),
+                lambda: self.sequence_weights or self._streaming_iter(),
+            )
 
     def streaming_iter(self) -> Iterator:
         self.sequence_weights = cls._streaming_iter(self)

@@ -123,16 +123,11 @@ class Rollouts:
             answer = ask(prompts, images, num_generations if repeats else 1)
         _, completions, log_probs, _ = answer
         lengths = [len(ids) for ids in completions]
-        if len(lengths) != len(prompts) or 0 in lengths:
-            raise RuntimeError(
-                f"expected a completion of at least one token for each of {len(prompts)} prompts, "
-                f"got {len(lengths)}, the shortest of {min(lengths, default=0)} tokens"
-            )
+        if len(lengths) != len(prompts):
+            raise RuntimeError(f"{len(lengths)} completions of {len(prompts)} prompts")
         if log_probs is not None and [len(x) for x in log_probs] != lengths:
-            raise RuntimeError(
-                "expected a log-probability of each token of a completion, got "
-                f"{[len(x) for x in log_probs]} for {lengths} tokens"
-            )
+            counts = [len(x) for x in log_probs]
+            raise RuntimeError(f"{counts} log-probabilities of completions of {lengths} tokens")
         return answer
 
     # ---- weights
@@ -141,21 +136,33 @@ class Rollouts:
         if self.sequence_groups is None:
             super().sync_weights()
             return
-        send = super().sync_weights
-
-        def call() -> None:
-            try:
-                send()
-            except Exception:
-                for _ in self.sequence_weights or ():  # the other ranks gather the rest, too
-                    pass
-                raise
-
-        on_all_ranks(call, "vLLM to take the weights", member_of(None))
+        self.sequence_weights = None
+        send_weights(
+            super().sync_weights, lambda: self.sequence_weights or self._iter_named_params()
+        )
 
     def _iter_named_params(self) -> Iterator:
         self.sequence_weights = super()._iter_named_params()
         return self.sequence_weights
+
+
+def send_weights(send: Callable, rest: Callable[[], Iterator]) -> None:
+    """Calls ``send`` on all ranks, and raises on all if it raises on one.
+
+    Args:
+        send: gathers weights on every rank, in an order.
+        rest: returns the weights that a rank that has raised must gather yet, as the others do.
+    """
+
+    def call() -> None:
+        try:
+            send()
+        except Exception:
+            for _ in rest():
+                pass
+            raise
+
+    on_all_ranks(call, "vLLM to take the weights", member_of(None))
 
 
 def on_all_ranks(call: Callable, what: str, member: Member) -> list[Any]:
