@@ -3,8 +3,8 @@ process logs."""
 
 import pytest
 import torch
-from by_trl import same
-from trained import Rows, arguments, logs, pairs, tiny, tokenizer, trainer_class
+from by_trl import same, zero
+from trained import Rows, arguments, logs, pairs, tiny, tokenizer, trainer_class, under_fsdp
 
 
 def _model(kind, of="llama", dtype=torch.float64):
@@ -32,11 +32,19 @@ def _reward(size, batch, of="llama", kind="", **given):
     if size > 1:
         cls, more = sequence_parallel(cls), {"sequence_parallel_size": size}
     if kind == "LoRA":
-        more["peft_config"] = LoraConfig(r=4, task_type="SEQ_CLS", target_modules=["q_proj"])
+        more["peft_config"] = LoraConfig(
+            r=4, task_type="SEQ_CLS", target_modules=["q_proj"], modules_to_save=["score"]
+        )
+    if kind == "FSDP" and size > 1:
+        cls = under_fsdp(cls)
+    model = _model("reward", of)  # before arguments with ZeRO 3, which draw other weights
+    if kind == "ZeRO 3" and size > 1:
+        given["deepspeed"] = zero(3, batch)
     trainer = cls(
-        model=_model("reward", of),
+        model=model,
         args=arguments(
             trl.RewardConfig,
+            bf16=False,
             per_device_train_batch_size=batch,
             per_device_eval_batch_size=batch,
             center_rewards_coefficient=0.1,
@@ -63,6 +71,7 @@ def test_rewards(ranks):
 
 
 _KINDS = [{"kind": k} for k in ("LoRA", "accumulation", "checkpointing")]
+_KINDS += [{"kind": k, "digits": 1e-4} for k in ("FSDP", "ZeRO 3")]
 _KINDS += [{"world": 4}, {"of": "qwen3"}, {"of": "mistral"}]
 
 

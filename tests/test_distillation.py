@@ -67,7 +67,7 @@ _KINDS = [
     {"world": 4, "batch": 2, "mode": "server"},
     {"kind": "LoRA"},
     {"kind": "checkpointing", "batch": 2},
-    {"zero": 3, "dtype": torch.float32, "digits": 1e-3},
+    {"stage": 3, "dtype": torch.float32, "digits": 1e-3},
     {"fsdp": True, "dtype": torch.float32, "digits": 1e-3},
     {"of": "gemma2", "dtype": torch.float32, "digits": 1e-4},
 ]
@@ -107,6 +107,7 @@ def _gkd(size, batch, lmbda=0.5, **given):
         teacher_model=_teacher(),
         args=arguments(
             GKDConfig,
+            bf16=False,
             max_steps=5,
             per_device_train_batch_size=batch,
             per_device_eval_batch_size=batch,
@@ -209,6 +210,7 @@ def _by_server(size, batch, beta=0.0, top_k=3, **given):
             model=tiny(dtype=torch.float64),
             args=arguments(
                 ServerDistillationConfig,
+                bf16=False,
                 max_steps=5,
                 per_device_train_batch_size=batch,
                 eval_strategy="no",

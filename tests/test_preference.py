@@ -23,7 +23,7 @@ def _judged(count, seed=0):
 _ROWS = {"DPO": pairs, "KTO": _judged}
 
 
-def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", zero=None, **more):
+def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", stage=None, **more):
     """By DPO or KTO."""
     from datasets import load_from_disk
 
@@ -37,7 +37,7 @@ def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", zero
         evaluates=folder is None,
         dataset_num_proc=None,
         of=of,
-        zero=zero,
+        stage=stage,
         precompute_ref_log_probs=folder is not None,
         **given[name],
         **more,
@@ -51,7 +51,7 @@ def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", zero
         assert reference.config._attn_implementation == "deepsp"
     trainer.train()
     torch._dynamo.reset()  # else Dynamo skips functions that have broken a graph, for good
-    if kind or zero is not None:
+    if kind or stage is not None:
         return logs(trainer)
     # Afterwards, with its own attention, the model works on whole rows again.
     more["model"].set_attn_implementation("sdpa")
@@ -141,8 +141,8 @@ def test_recurrent_layers_and_indexers(of, tmp_path):
 
 @pytest.mark.nightly
 def test_zero3(reference):
-    same(_preferences, 2, 2, zero=3)
-    same(reinforced, 2, 2, batch=4, reference=reference, zero=3)
+    same(_preferences, 2, 2, stage=3)
+    same(reinforced, 2, 2, batch=4, reference=reference, stage=3)
 
 
 @pytest.mark.nightly  # test_rollouts.py has it with rollouts by vLLM

@@ -64,7 +64,7 @@ _KINDS = {
     "an engine of a group": {"mode": "colocate", "engine": True, "batch": 6},
     "LoRA": {"kind": "LoRA"},
     "FSDP": {"fsdp": True, "dtype": torch.float32, "digits": 1e-3},
-    "ZeRO 3": {"zero": 3, "dtype": torch.float32, "digits": 1e-3},
+    "ZeRO 3": {"stage": 3, "dtype": torch.float32, "digits": 1e-3},
     "DAPO": {
         "loss_type": "dapo",
         "epsilon_high": 0.28,

@@ -21,6 +21,17 @@ def _class(name, size):
     return sequence_parallel(cls), {"sequence_parallel_size": size}
 
 
+def zero(stage, batch):
+    """DeepSpeed's configuration for a stage of ZeRO."""
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+    }
+
+
 def made(
     name,
     size,
@@ -28,7 +39,7 @@ def made(
     batch=2,
     evaluates=True,
     of="llama",
-    zero=None,
+    stage=None,
     fsdp=False,
     dtype=torch.float32,
     **given,
@@ -41,14 +52,8 @@ def made(
     if fsdp and size > 1:
         cls = under_fsdp(cls)
     model = tiny(of, dtype)  # before arguments with ZeRO 3, which partition models
-    if zero is not None and size > 1:
-        given["deepspeed"] = {
-            "train_micro_batch_size_per_gpu": batch,
-            "gradient_accumulation_steps": 1,
-            "zero_optimization": {"stage": zero, "stage3_param_persistence_threshold": 0},
-            "gradient_clipping": 1.0,
-            "zero_allow_untested_optimizer": True,
-        }
+    if stage is not None and size > 1:
+        given["deepspeed"] = zero(stage, batch)
     args = arguments(
         getattr(trl, f"{name}Config"),
         max_steps=5,
