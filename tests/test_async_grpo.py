@@ -1,6 +1,7 @@
 """TRL's AsyncGRPOTrainer over sharded sequences: rows of the rollouts of stale policies, which
 share prefixes, as one process trains on them."""
 
+import inspect
 import queue
 
 import numpy as np
@@ -187,3 +188,21 @@ def _raises(given, pattern, folder):
 @pytest.mark.parametrize(("given", "pattern"), _FAULTS)
 def test_faults(given, pattern, folder):
     on_ranks(2, _raises, given, pattern, folder)
+
+
+def test_arguments_of_trees():
+    """Calls pass on what an attention requires, but for what deepsp's attention knows itself."""
+    from transformers import AttentionInterface
+    from trl.experimental.async_grpo.packing import register_tree_attention, tree_attention
+
+    from deepsp.integrations.transformers.cores import required_by
+
+    def own(module, query, key, value, mask, *, scaling, position_ids, dropout=0.0):
+        raise AssertionError
+
+    register_tree_attention()
+    trees = {p for p in inspect.signature(tree_attention).parameters if p.startswith("tree_")}
+    assert required_by("tree_fa3") == trees and len(trees) == 5
+    AttentionInterface.register("own", own)
+    for name in ("own", "sdpa", "flash_attention_2", "flex_attention", "auto", ""):
+        assert required_by(name) == set(), name

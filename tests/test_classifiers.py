@@ -1,10 +1,16 @@
 """Reward models and classifiers of decoders over sharded sequences: what they log is what one
 process logs."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from by_trl import same, zero
+from harness import on_ranks
 from trained import Rows, arguments, logs, pairs, tiny, tokenizer, trainer_class, under_fsdp
+from transformers import LlamaForSequenceClassification
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 
 def _model(kind, of="llama", dtype=torch.float64):
@@ -53,7 +59,7 @@ def _reward(size, batch, of="llama", kind="", **given):
             **given,
         ),
         processing_class=tokenizer(splits=True),
-        train_dataset=pairs(24),
+        train_dataset=pairs(24).add_column("margin", [i / 10 for i in range(24)]),
         eval_dataset=pairs(8, 1),
         **more,
     )
@@ -134,3 +140,78 @@ def test_classified(kind, world, size):
     # transformers computes losses of tokens in float32.
     digits = 1e-6 if kind == "sequences" else 1e-5
     same(_classified, world, size, batch=4, digits=digits, kind=kind)
+
+
+# ------------------------------------------------------------------------------ without a trainer
+
+
+def _rows(pad="right"):
+    """Ids [3, 11] and their mask: two rows are padded."""
+    ids = Rows(3).ids[:, :11].clone()
+    mask = torch.ones_like(ids)
+    for row, count in ((1, 3), (2, 6)):
+        ends = slice(0, count) if pad == "left" else slice(11 - count, 11)
+        ids[row, ends] = mask[row, ends] = 0
+    return ids, mask
+
+
+class _TwoHeads(LlamaForSequenceClassification):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        hidden = self.model(input_ids, attention_mask, position_ids, **kwargs).last_hidden_state
+        return SequenceClassifierOutput(logits=self.score(hidden)[:, -1] + hidden.mean())
+
+
+def _direct():
+    """Outputs and gradients of calls, and what is refused."""
+    from deepsp.integrations.transformers.rows import FullRows
+
+    ids, mask = _rows("left")
+    model = _model("sequences")
+    alone = copy.deepcopy(model)
+    FullRows(model, None)
+    for inputs in (
+        {"input_ids": ids, "attention_mask": mask},
+        {"input_ids": ids[:1], "output_hidden_states": True},
+        {"inputs_embeds": model.model.embed_tokens(ids).detach()},
+    ):
+        results = []
+        for each in (alone, model):
+            each.zero_grad()
+            labels = torch.tensor([0, 2, 1])[: len(next(iter(inputs.values())))]
+            output = each(**inputs, labels=labels)
+            hidden = sum(x.square().mean() for x in output.hidden_states or ())
+            (output.loss + hidden).backward()
+            results.append((output.logits, output.loss, *(output.hidden_states or ())))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+            if b.grad is not None:
+                gradient = a.grad.clone()
+                dist.all_reduce(gradient)  # averaged, as by DDP
+                torch.testing.assert_close(gradient / 2, b.grad, rtol=1e-9, atol=1e-12)
+    # Another trainer of its decoder takes the hooks away.
+    causal = tiny(dtype=torch.float64)
+    causal.model = model.model
+    FullRows(causal, None)
+    assert not model.model._forward_pre_hooks and causal._forward_pre_hooks
+    with pytest.raises(ValueError, match="logits of _TwoHeads to have shape"):
+        FullRows(_TwoHeads(causal.config), None)
+
+
+def _dropped():
+    """The masks of dropout before a head of tokens, on each rank."""
+    from deepsp.integrations.transformers.rows import FullRows
+
+    model = _model("tokens").train()
+    model.dropout.p, masks = 0.5, []
+    model.dropout.register_forward_hook(lambda m, args, out: masks.append(out[:1, :5] == 0))
+    FullRows(model, None)
+    torch.manual_seed(5)
+    model(input_ids=_rows()[0])
+    return masks[0].flatten().tolist()
+
+
+def test_calls():
+    on_ranks(2, _direct)
+    first, second = on_ranks(2, _dropped)
+    assert first != second

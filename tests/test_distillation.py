@@ -8,7 +8,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from by_trl import made, same
-from trained import Rows, arguments, everywhere, logs, pairs, tiny, tokenizer, trainer_class
+from harness import on_ranks
+from trained import (
+    Rows,
+    arguments,
+    everywhere,
+    launched,
+    logs,
+    pairs,
+    run_launched,
+    tiny,
+    tokenizer,
+    trainer_class,
+)
 from transformers import TrainerCallback
 from vllm_stub import Client, installed
 
@@ -91,7 +103,7 @@ def _chats(count):
     return Dataset.from_dict({"messages": rows})
 
 
-def _gkd(size, batch, lmbda=0.5, **given):
+def _gkd(size, batch, lmbda=0.5, metrics=False, **given):
     """By TRL's GKDTrainer."""
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
@@ -120,12 +132,17 @@ def _gkd(size, batch, lmbda=0.5, **given):
         ),
         processing_class=words,
         train_dataset=_chats(24),
-        eval_dataset=_chats(6),
+        eval_dataset=_chats(8),
+        compute_metrics=_classes if metrics else None,
         **more,
     )
     trainer.add_callback(_Draws())
     trainer.train()
     return logs(trainer)
+
+
+def _classes(prediction):
+    return {"classes": float(prediction.predictions.argmax(-1)[:, :3].mean())}
 
 
 class _Draws(TrainerCallback):
@@ -149,6 +166,21 @@ _KINDS_OF_GKD = [{"seq_kd": True}, {"world": 3}, {"gradient_accumulation_steps":
 def test_kinds_of_gkd(given):
     given = {"world": 2, "batch": 3, "digits": 1e-5, **given}
     same(_gkd, size=given["world"], **given)
+
+
+def _evaluated(size, batch, items):
+    return [e["eval_loss"] for e in run_launched(_gkd, size, batch, items) if "eval_loss" in e]
+
+
+@_NIGHTLY
+def test_gkd_evaluates_alike():
+    """With the logits that metrics need, an evaluation of two groups has the same loss."""
+    plain, metrics = (
+        on_ranks(4, _evaluated, 2, 2, (("lmbda", 0.0), ("metrics", metrics)))
+        for metrics in (False, True)
+    )
+    assert metrics[0] == pytest.approx(plain[0], rel=1e-6) and plain[0]
+    assert metrics == [metrics[0]] * 4
 
 
 def _own(size, batch, local_loss=False, **given):
@@ -235,3 +267,28 @@ def _by_server(size, batch, beta=0.0, top_k=3, **given):
 @pytest.mark.parametrize(("beta", "top_k"), [pytest.param(0.0, 3, marks=_NIGHTLY), (0.5, 1)])
 def test_by_server(beta, top_k):
     same(_by_server, 2, 2, batch=4, digits=1e-5, beta=beta, top_k=top_k)
+
+
+def _shared():
+    from peft import LoraConfig, get_peft_model
+    from transformers import Trainer
+
+    from deepsp.integrations.transformers import sequence_parallel
+
+    base = tiny()
+    student = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"]))
+    with (
+        launched(),
+        pytest.raises(ValueError, match="teacher or reference model that shares no mo"),
+    ):
+        sequence_parallel(Trainer)(
+            student,
+            arguments(eval_strategy="no"),
+            train_dataset=Rows(4),
+            teacher=base,
+            sequence_parallel_size=2,
+        )
+
+
+def test_a_teacher_within_the_student():
+    on_ranks(2, _shared)

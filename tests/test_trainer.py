@@ -718,7 +718,8 @@ def _refusals():
             return super().__getitem__((i + (self.read > 16) * torch.distributed.get_rank()) % 16)
 
     from peft import PromptTuningConfig, get_peft_model
-    from trl import DistillationTrainer, RewardTrainer
+    from trl.experimental.cpo import CPOTrainer
+    from trl.experimental.gold import GOLDTrainer
 
     tuning = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     averaging, skipping = tiny(), tiny()
@@ -793,11 +794,8 @@ def _refusals():
             r"adapters within the model's layers, .*, got PromptTuningConfig: .*; use LoRA",
         ),
         (lambda: trainer(model=skipping), r"layerdrop of LlamaForCausalLM to be 0, .*, got 0.1"),
-        (lambda: sequence_parallel(RewardTrainer), r"got RewardTrainer: RewardTrainer of"),
-        (
-            lambda: sequence_parallel(type("Mine", (DistillationTrainer,), {})),
-            r"got Mine: DistillationTrainer of",
-        ),
+        (lambda: sequence_parallel(CPOTrainer), r"got CPOTrainer: CPOTrainer of"),
+        (lambda: sequence_parallel(type("Mine", (GOLDTrainer,), {})), r"got Mine: GOLDTrainer of"),
         (
             lambda: trainer(sequence_parallel(Adds), local=True).train(),
             r"another gradient .* compute_loss returns a sum over its tokens",

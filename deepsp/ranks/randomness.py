@@ -18,6 +18,7 @@ from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from deepsp.ranks.agreement import first_difference
 from deepsp.ranks.groups import Group, Member, device_of, member_of, objects_on_all_ranks
@@ -224,9 +225,9 @@ def common_randomness(name: str) -> Iterator[None]:
         restore(before, fork.device)
 
 
-def around_forward(module: nn.Module) -> None:
+def around_forward(module: nn.Module) -> list[RemovableHandle]:
     """:func:`randomness_of_a_model` around each forward of ``module``, by hooks, which run outside
-    of compiled code."""
+    of compiled code. Returns their handles."""
     entered = threading.local()
 
     def enter(module, args):
@@ -242,8 +243,10 @@ def around_forward(module: nn.Module) -> None:
         if getattr(entered, "contexts", None):
             entered.contexts.pop().__exit__(None, None, None)
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    return [
+        module.register_forward_pre_hook(enter),
+        module.register_forward_hook(leave, always_call=True),
+    ]
 
 
 def compare(saved: list[torch.Tensor], member: Member) -> None:

@@ -22,6 +22,18 @@ def check_core(core: str) -> None:
         raise ValueError(f"expected core to be one of {names}, got {core!r}")
 
 
+_OF_LAYERS = {
+    "position_ids",
+    "dropout",
+    "scaling",
+    "is_causal",
+    "sliding_window",
+    "softcap",
+    "s_aux",
+}
+"""Arguments of an implementation that deepsp's attention passes in any case."""
+
+
 def required_by(name: str) -> set[str]:
     """The further arguments of the implementation ``name`` that a model's call must have, such as
     TRL's of a tree of prefixes. They are of the full sequence."""
@@ -29,7 +41,8 @@ def required_by(name: str) -> set[str]:
 
     function = AttentionInterface._global_mapping.get(name, check_core)
     parameters = inspect.signature(function).parameters.values()
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+    required = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
+    return required - _OF_LAYERS
 
 
 class Core:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,8 +132,14 @@ class GKDStep(FullStep):
         return super().step(step, model, inputs, count)
 
     def loss(self, compute: Compute, model, inputs, return_outputs: bool, count) -> Any:
-        own = compute if self.run.returns_outputs else self._computed
+        own = partial(self._with_logits, compute) if self.run.returns_outputs else self._computed
         return super().loss(own, model, inputs, return_outputs, count)
+
+    def _with_logits(self, compute: Compute, model, inputs, return_outputs: bool, items) -> Any:
+        """TRL's, in an evaluation: a sum over the group's tokens, which is averaged over groups."""
+        loss, outputs = compute(model, inputs, True, items)
+        loss = loss * self.run.groups.number
+        return (loss, outputs) if return_outputs else loss
 
     def _computed(self, model, inputs, return_outputs: bool, items) -> Any:
         trainer = self.run.trainer

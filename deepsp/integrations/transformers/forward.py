@@ -48,11 +48,10 @@ def full_rows_of(model: nn.Module) -> FullRows | None:
 
 def take_local_rows(model: nn.Module) -> None:
     """Makes a model take a rank's rows again, if an earlier trainer has made it take full ones."""
-    if (rows := full_rows_of(model)) is not None:
-        for handle in rows.handles:
-            handle.remove()
-        for module in model.modules():
-            vars(module).pop(FULL_ROWS, None)
+    for module in model.modules():
+        if (rows := vars(module).pop(FULL_ROWS, None)) is not None:
+            for handle in rows.handles:
+                handle.remove()
 
 
 REGISTRATIONS: dict[str, Registration] = {}

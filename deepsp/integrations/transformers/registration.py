@@ -138,7 +138,9 @@ def is_classifier(model) -> bool:
         modeling_layers.GenericForSequenceClassification,
         modeling_layers.GenericForTokenClassification,
     )
-    return isinstance(model, kinds)
+    # Another forward may read the decoder's output, of this rank's tokens, elsewhere.
+    is_theirs = type(model).forward.__module__.startswith("transformers.")
+    return isinstance(model, kinds) and is_theirs
 
 
 _BY_THE_PASS = (

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -48,6 +49,8 @@ class Rollouts:
     """Seconds: ``ddp_timeout`` of the trainer."""
     sequence_weights: Iterator | None = None
     """The parameters that are sent now."""
+    sequence_asks = False
+    """Whether this rank generates: groups may do so in other numbers of turns."""
 
     def _init_vllm(self) -> None:
         self.sequence_groups = groups = getattr(self.accelerator, "sequence_groups", None)
@@ -91,13 +94,17 @@ class Rollouts:
             mine = [i for i in mine if i < len(prompts)]
         else:  # TRL expects equally many prompts on the ranks of an engine
             mine = [min(i, len(prompts) - 1) for i in mine]
+        if not mine and self.enable_sleep_mode:  # waking up may gather weights on all ranks
+            mine = [len(prompts) - 1]
         call = functools.partial(
             ask,
             [prompts[i] for i in mine],
             None if images is None else [images[i] for i in mine],
             num_generations,
         )
-        parts = on_all_ranks(call, "completions from vLLM", member)
+        call = call if mine else lambda: ([], [], [], [])
+        with replaced(self, "sequence_asks", True):
+            parts = on_all_ranks(call, "completions from vLLM", member)
         return tuple(
             None if None in column else list(itertools.chain(*column))[: len(prompts)]
             for column in zip(*parts, strict=True)
@@ -133,7 +140,7 @@ class Rollouts:
     # ---- weights
 
     def sync_weights(self) -> None:
-        if self.sequence_groups is None:
+        if self.sequence_groups is None or self.sequence_asks:
             super().sync_weights()
             return
         self.sequence_weights = None
@@ -235,6 +242,9 @@ def tools_once(trainer: Trainer, member: Member) -> Iterator[None]:
             if member[0] == 0:
                 try:
                     result = tool(*args, **kwargs)
+                    # TRL's own conversion: other ranks couldn't unpickle every object.
+                    result = result if isinstance(result, list) else str(result)
+                    pickle.dumps(result)
                 except Exception as raised:
                     error = str(raised)
             device = device_of(member)

@@ -43,6 +43,7 @@ from deepsp.integrations.transformers.registration import (
 )
 from deepsp.loss import linear_cross_entropy
 from deepsp.ranks.groups import Group, Member, member_of
+from deepsp.ranks.randomness import around_forward
 
 _WHOLE = ("loss", "aux_loss", "rope_deltas")
 """Results that aren't by token."""
@@ -152,6 +153,8 @@ class FullRows:
         ]
         if self.decoder is not None:
             self.handles.append(base.score.register_forward_hook(self._gather_head))
+            if hasattr(base, "dropout"):
+                self.handles += around_forward(base.dropout)
         for module in (model,) if self.decoder is None else (model, base, at):
             setattr(module, FULL_ROWS, self)
 
@@ -194,6 +197,9 @@ class FullRows:
         if labels is not None and "shift_labels" not in batch:
             # transformers' shift: its collators mark the ends of documents in a row.
             batch["shift_labels"] = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        if self.decoder is not None:  # its model passes on what it doesn't know, such as margins
+            taken = self.inputs
+            batch = {n: x for n, x in batch.items() if n in taken or not isinstance(x, Tensor)}
         of_core = {n: batch.pop(n) for n in required_by(registration.core) if n in batch}
         local, share = self._sharded(base, batch)
         local |= of_core
@@ -261,7 +267,11 @@ class FullRows:
         call.stack.close()
         if self.decoder is not None:
             self.share = call.share
-            return None
+            if output.get("hidden_states") is not None:
+                output["hidden_states"] = self._full(
+                    "hidden_states", output["hidden_states"], call.share
+                )
+            return output
         return self._results(base_of(model), call, output)
 
     def _gather_head(self, head: nn.Module, args: tuple, output: Tensor) -> Tensor:

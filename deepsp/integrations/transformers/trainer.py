@@ -105,7 +105,7 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
 
     Losses, gradient norms and metrics are those of the same trainer on N / size processes, and
     those of an evaluation are those of one process with batches as large as those of all groups;
-    repeated rows don't count. Of TRL's trainers it takes ``SFTTrainer``, ``DPOTrainer``,
+    repeated rows don't count (unless the model is a classifier). Of TRL's trainers it takes ``SFTTrainer``, ``DPOTrainer``,
     ``KTOTrainer``, ``RewardTrainer``, ``GRPOTrainer``, ``RLOOTrainer``, ``AsyncGRPOTrainer``,
     ``DistillationTrainer``, ``ServerDistillationTrainer`` and ``GKDTrainer``. A group generates
     completions once.
@@ -196,6 +196,7 @@ class SequenceParallel:
             models = trl.check_models(self, self._name)
         if options.teacher is not None:
             models.append(options.teacher)
+        check_apart(models)
         for model in models:
             step.prepare(model)
         prepare_experts(run)
@@ -349,6 +350,17 @@ class SequenceParallel:
         if state_dict is None and dealt_in(self.model):
             state_dict = full_state_dict(self.sequence_run.base)  # every rank calls it
         super()._save(output_dir, state_dict)
+
+
+def check_apart(models: list[nn.Module]) -> None:
+    """Raises if models share modules, each of which would shard the same rows."""
+    first = set(models[0].modules())
+    if any(not first.isdisjoint(model.modules()) for model in models[1:]):
+        raise ValueError(
+            "expected a teacher or reference model that shares no module with the trained one, got "
+            "the base of its adapters; load it a second time, or leave it out and call the model "
+            "within its disable_adapter()"
+        )
 
 
 def step_class(trainer: Trainer) -> type[FullStep]:
