@@ -22,15 +22,8 @@ def check_core(core: str) -> None:
         raise ValueError(f"expected core to be one of {names}, got {core!r}")
 
 
-_OF_LAYERS = {
-    "position_ids",
-    "dropout",
-    "scaling",
-    "is_causal",
-    "sliding_window",
-    "softcap",
-    "s_aux",
-}
+_OF_LAYERS = {"position_ids", "dropout", "scaling", "is_causal"}
+_OF_LAYERS |= {"sliding_window", "softcap", "s_aux"}
 """Arguments of an implementation that deepsp's attention passes in any case."""
 
 

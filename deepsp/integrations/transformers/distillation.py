@@ -100,7 +100,8 @@ class DistilledStep(RowsStep):
         size = counted.size(1)
         labels[:, -size:] = ids[:, -size:].masked_fill(~counted, -100)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-        batch = {n: inputs[n] for n in _MULTIMODAL if n in inputs}
+        taken = full_rows_of(inner).inputs  # images, say
+        batch = {n: x for n, x in inputs.items() if n in taken}
         batch |= {"input_ids": ids, "attention_mask": mask, "labels": labels}
         divergence = _Divergence(
             trainer.accelerator,
@@ -109,19 +110,6 @@ class DistilledStep(RowsStep):
             temperature=trainer.temperature,
         )
         return *divergence(student, batch, items), counted.sum()
-
-
-_MULTIMODAL = (
-    "pixel_values",
-    "image_grid_thw",
-    "pixel_attention_mask",
-    "spatial_shapes",
-    "image_sizes",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "image_position_ids",
-)
-"""Entries of TRL's batches that models get."""
 
 
 class GKDStep(FullStep):

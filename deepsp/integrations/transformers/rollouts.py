@@ -116,8 +116,7 @@ class Rollouts:
         repeats = len(prompts) % num_generations == 0 and all(
             ids == prompts[i - i % num_generations] for i, ids in enumerate(prompts)
         )
-        alone = SimpleNamespace(is_main_process=True, process_index=0, num_processes=1)
-        alone.device = self.accelerator.device
+        alone = SimpleNamespace(is_main_process=True, process_index=0)
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced(self, "accelerator", alone))
             stack.enter_context(replaced(module, "gather_object", list))

@@ -105,10 +105,10 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
 
     Losses, gradient norms and metrics are those of the same trainer on N / size processes, and
     those of an evaluation are those of one process with batches as large as those of all groups;
-    repeated rows don't count (unless the model is a classifier). Of TRL's trainers it takes ``SFTTrainer``, ``DPOTrainer``,
-    ``KTOTrainer``, ``RewardTrainer``, ``GRPOTrainer``, ``RLOOTrainer``, ``AsyncGRPOTrainer``,
-    ``DistillationTrainer``, ``ServerDistillationTrainer`` and ``GKDTrainer``. A group generates
-    completions once.
+    repeated rows don't count (unless the model is a classifier). Of TRL's trainers it takes
+    ``SFTTrainer``, ``DPOTrainer``, ``KTOTrainer``, ``RewardTrainer``, ``GRPOTrainer``,
+    ``RLOOTrainer``, ``AsyncGRPOTrainer``, ``DistillationTrainer``, ``ServerDistillationTrainer``
+    and ``GKDTrainer``. A group generates completions once.
 
     Args:
         trainer_class: transformers' ``Trainer`` or a subclass of it.

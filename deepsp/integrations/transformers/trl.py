@@ -62,7 +62,7 @@ def check_class(trainer_class: type[Trainer]) -> None:
     """Raises for TRL's other trainers."""
     for cls in trainer_class.__mro__:
         if cls.__module__.split(".")[0] == "trl" and cls.__name__ not in (*OTHERS, *TRAINERS):
-            names = ", ".join(n for n in (*OTHERS[:-2], *TRAINERS))
+            names = ", ".join((*OTHERS[:-2], *TRAINERS))
             raise ValueError(
                 "expected trainer_class to be transformers' Trainer, one of TRL's "
                 f"{names} or a subclass of these, got {trainer_class.__name__}: {cls.__name__} of "
