@@ -290,5 +290,28 @@ def _shared():
         )
 
 
-def test_a_teacher_within_the_student():
+def _refused():
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    from deepsp.integrations.transformers import sequence_parallel
+
+    args = {"eval_strategy": "no", "bf16": False}
+    for name in ("own_batches", "mix_lengths", "local_loss"):
+        with (
+            launched(),
+            pytest.raises(ValueError, match=f"no {name} in .*GKDTrainer, since TRL ma"),
+        ):
+            sequence_parallel(GKDTrainer)(
+                model=tiny(),
+                teacher_model=_teacher(dtype=torch.float32),
+                args=arguments(GKDConfig, **args),
+                processing_class=tokenizer(),
+                train_dataset=_chats(4),
+                sequence_parallel_size=2,
+                **{name: True},
+            )
+
+
+def test_refusals():
     on_ranks(2, _shared)
+    on_ranks(2, _refused)

@@ -96,8 +96,11 @@ def _refused(run: Run) -> Iterator[tuple[str, Any, str]]:
         yield "mix_lengths with local_loss", options.mix_lengths, "tokens would be in another order"
         yield "compute_loss_func with local_loss", trainer.compute_loss_func, "it gets full rows"
         yield "label_smoothing_factor", args.label_smoothing_factor, "the class has its own loss"
-    if hasattr(trainer, "teacher_model") or options.teacher is not None:
-        yield "mix_lengths", options.mix_lengths, "the teacher gets full rows"
+    if hasattr(trainer, "teacher_model") or trainer.sequence_has_loader:
+        for name in ("own_batches", "mix_lengths", "local_loss"):
+            yield name, getattr(options, name), "TRL makes its batches and losses of full rows"
+    if options.teacher is not None:
+        yield "mix_lengths with teacher", options.mix_lengths, "the teacher gets full rows"
     config = run.base.config.get_text_config()
     if options.without_logits:
         yield "compute_loss_func with without_logits", trainer.compute_loss_func, "it gets logits"
