@@ -20,14 +20,9 @@ from deepsp.data.sharding import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
 from deepsp.integrations.proof.prove import prove
 from deepsp.integrations.transformers.causal_lm import causal_lm_loss
-from deepsp.loss import (
-    cross_entropy,
-    linear_cross_entropy,
-    linear_kl,
-    token_log_probs,
-    token_mean,
-    token_sum,
-)
+from deepsp.loss.cross_entropy import cross_entropy, linear_cross_entropy
+from deepsp.loss.divergence import linear_kl
+from deepsp.loss.tokens import token_log_probs, token_mean, token_sum
 from deepsp.memory.activations.checkpoint import checkpoint_policy
 from deepsp.memory.activations.offload import offload
 from deepsp.memory.planning.memory import plan_memory

@@ -198,6 +198,7 @@ ROOMS = [
     "placement",
     "data",
     "weights",
+    "loss",
     "sequence",
     "memory",
     "compile",

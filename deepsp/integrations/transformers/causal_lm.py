@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deepsp.integrations.transformers import calls
 from deepsp.integrations.transformers.check import model_in
 from deepsp.integrations.transformers.forward import calling
-from deepsp.loss import linear_cross_entropy
+from deepsp.loss.cross_entropy import linear_cross_entropy
 from deepsp.memory.tiling.tile import untiled
 from deepsp.ranks.groups import Group, is_dtensor, member_of
 from deepsp.weights.partitioned import full_shape

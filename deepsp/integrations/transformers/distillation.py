@@ -17,7 +17,7 @@ from deepsp.integrations.transformers.forward import full_rows_of
 from deepsp.integrations.transformers.rows import FullRows
 from deepsp.integrations.transformers.steps import Compute, FullStep
 from deepsp.integrations.transformers.trl import RowsStep
-from deepsp.loss import linear_kl
+from deepsp.loss.divergence import linear_kl
 from deepsp.ranks.randomness import align
 from deepsp.weights.partitioned import is_away
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepsp.loss import cross_entropy
+from deepsp.loss.cross_entropy import cross_entropy
 from deepsp.ranks.groups import Group, Member
 
 

@@ -41,7 +41,7 @@ from deepsp.integrations.transformers.registration import (
     is_classifier,
     use_in,
 )
-from deepsp.loss import linear_cross_entropy
+from deepsp.loss.cross_entropy import linear_cross_entropy
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.ranks.randomness import around_forward
 

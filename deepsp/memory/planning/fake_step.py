@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from deepsp.loss import cross_entropy, linear_cross_entropy
+from deepsp.loss.cross_entropy import cross_entropy, linear_cross_entropy
 from deepsp.memory.tiling.tile import tile_
 from deepsp.sequence.attention.distributed import distributed_attention
 

@@ -1,0 +1,1 @@
+"""Losses of the full sequence from each rank's tokens."""
