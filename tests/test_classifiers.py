@@ -130,8 +130,8 @@ def _classified(size, batch, kind, **given):
     return [*logs(trainer), {}]
 
 
-_WORLDS = [(2, 2), pytest.param(3, 3, marks=pytest.mark.nightly),
-           pytest.param(4, 2, marks=pytest.mark.nightly)]  # fmt: skip
+_NIGHTLY = pytest.mark.nightly
+_WORLDS = [(2, 2), pytest.param(3, 3, marks=_NIGHTLY), pytest.param(4, 2, marks=_NIGHTLY)]
 
 
 @pytest.mark.parametrize("kind", ["sequences", "tokens"])

@@ -74,11 +74,11 @@ def made(
 
 def reference_of(of="llama"):
     """Another model than the one that is trained."""
-    found = tiny(of)
+    model = tiny(of)
     with torch.no_grad():
-        for p in found.parameters():
+        for p in model.parameters():
             p.mul_(1.1)
-    return found
+    return model
 
 
 def reward_of(completion_ids, others=False, **_):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepsp.data.roles import DOCUMENTS, Path, Roles, map_leaves
+from deepsp.data.roles import DOCUMENTS, Path, Roles, map_leaves, table_of
 from deepsp.data.roles import TOKENS as IDS
 from deepsp.data.sharding import as_positions
 
@@ -137,6 +137,26 @@ def densest(counts: Tensor, length: int) -> int:
     sums = torch.zeros(len(counts) + 1, dtype=torch.int64)
     sums[1:] = counts.cumsum(0)
     return int((sums[length:] - sums[: -length or None]).argmax()) if length else 0
+
+
+def cut_rows(inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """A cut of a batch of full rows that belong together, the same for one process, and what its
+    entries are: the last tokens of prompts, and the first ones of completions."""
+    batch = dict(inputs)
+    for prefix in ("KL_", "prompt_", "completion_", ""):
+        ids = next((inputs[n] for n in (f"{prefix}input_ids", f"{prefix}ids") if n in inputs), None)
+        if ids is None or "pixel_values" in inputs:
+            continue
+        first = 0
+        if prefix == "prompt_":
+            first = max(0, ids.size(1) - TOKENS)
+        elif (mask := inputs.get(f"{prefix}completion_mask")) is not None:
+            first = densest((mask != 0).sum(0).cpu(), min(TOKENS, ids.size(1)))
+        for name, x in inputs.items():
+            of_tokens = isinstance(x, Tensor) and x.dim() >= 2 and x.size(1) == ids.size(1)
+            if of_tokens and (name.startswith(prefix) or prefix == "completion_"):
+                batch[name] = x[:, first : first + TOKENS]
+    return batch, batch, table_of(batch)
 
 
 def cut_along(batch: Mapping[str, Any], dim: int) -> dict[str, Any]:

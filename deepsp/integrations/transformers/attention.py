@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deepsp.integrations.transformers import absorbed, caches
 from deepsp.integrations.transformers.arguments import check_arguments, check_keys, settle
-from deepsp.integrations.transformers.cores import Core, attend_to_chosen, required_by
+from deepsp.integrations.transformers.cores import Core, attend_to_chosen
 from deepsp.integrations.transformers.forward import Registration
 from deepsp.integrations.transformers.indexers import CHOSEN, Keys
 from deepsp.integrations.transformers.masks import Masks, Ranges
@@ -51,7 +51,7 @@ def attention(
             return absorbed.attend(query, *keys.latents, mask, scaling, s_aux), None
         return attend(query, key, value, mask, dropout, scaling, s_aux), None
     member = member_of(registration.member)
-    own = {name: kwargs.pop(name) for name in required_by(core) if name in kwargs}
+    own = {name: kwargs.pop(name) for name in registration.required if name in kwargs}
     masks = settle(module, query, attention_mask, position_ids, member, kwargs, key)
     chunks, query_parts = registration.chunks, registration.query_parts
     kv_chunk = registration.kv_chunk

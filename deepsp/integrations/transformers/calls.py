@@ -25,7 +25,6 @@ from deepsp.integrations.transformers.check import (
     implementation_of,
     implementations,
 )
-from deepsp.integrations.transformers.cores import required_by
 from deepsp.integrations.transformers.forward import (
     FULL_ROWS,
     REGISTRATIONS,
@@ -300,7 +299,8 @@ def check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> No
             "expected no logits_to_keep, since the last tokens of this rank are not those of the "
             "sequence; leave it out, or call model.set_attn_implementation('sdpa') for generate()"
         )
-    names = _KNOWN | required_by(getattr(registration_of(model), "core", ""))
+    registration = registration_of(model)
+    names = _KNOWN if registration is None else _KNOWN | registration.required
     if multimodal.decoder_of(model) is not None:
         names = names | set(inspect.signature(model.forward).parameters)
     for name, value in arguments.items():

@@ -27,15 +27,15 @@ _OF_LAYERS |= {"sliding_window", "softcap", "s_aux"}
 """Arguments of an implementation that deepsp's attention passes in any case."""
 
 
-def required_by(name: str) -> set[str]:
+def required_by(name: str) -> frozenset[str]:
     """The further arguments of the implementation ``name`` that a model's call must have, such as
     TRL's of a tree of prefixes. They are of the full sequence."""
     from transformers import AttentionInterface
 
     function = AttentionInterface._global_mapping.get(name, check_core)
     parameters = inspect.signature(function).parameters.values()
-    required = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty}
-    return required - _OF_LAYERS
+    required = (p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
+    return frozenset(required) - _OF_LAYERS
 
 
 class Core:

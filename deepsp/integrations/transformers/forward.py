@@ -35,6 +35,8 @@ class Registration:
     query_parts: int | str
     state: str | None
     deal_images: bool
+    required: frozenset[str]
+    """Further arguments of a call, of the full sequence, that ``core`` requires."""
 
 
 FULL_ROWS = "_deepsp_full_rows"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from deepsp.integrations.transformers import calls, multimodal
 from deepsp.integrations.transformers.attention import attention
 from deepsp.integrations.transformers.check import check
-from deepsp.integrations.transformers.cores import check_core
+from deepsp.integrations.transformers.cores import check_core, required_by
 from deepsp.integrations.transformers.forward import REGISTRATIONS, Registration
 from deepsp.integrations.transformers.masks import mask_of, ours
 from deepsp.integrations.transformers.own_loss import OwnLoss
@@ -104,7 +104,16 @@ def register(
     member = None if group is None else member_of(group)
     loss = OwnLoss(member, average_gradients)
     registration = Registration(
-        name, member, loss, chunks, core, kv_chunk, query_parts, state, deal_images
+        name,
+        member,
+        loss,
+        chunks,
+        core,
+        kv_chunk,
+        query_parts,
+        state,
+        deal_images,
+        required_by(core),
     )
     attend = functools.partial(attention, registration=registration)
     transformers.AttentionInterface.register(name, attend)
@@ -155,12 +164,12 @@ def use_in(
     chunks: int = 1,
     query_parts: int | str = "auto",
     deal_images: bool = False,
-    is_classifier: bool = False,
+    decoder=None,
 ) -> dict[str, str]:
     """Sets a causal language model's attention over ``group`` and the loss of full sequences, for
     wrappers that average gradients over all ranks, and checks the model. Attention other than
-    "sdpa" and "eager" becomes the core. ``is_classifier``: the model is a classifier, of which only
-    the decoder gets this rank's tokens. Returns the attention that the model had, as
+    "sdpa" and "eager" becomes the core. ``decoder``: the part of a classifier that gets this rank's
+    tokens; None: the model does. Returns the attention that the model had, as
     ``set_attn_implementation`` takes it.
 
     Raises:
@@ -170,7 +179,7 @@ def use_in(
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     is_model = isinstance(model, PreTrainedModel)
-    if not is_model or not (is_classifier or model.loss_function is ForCausalLMLoss):
+    if not is_model or (decoder is None and model.loss_function is not ForCausalLMLoss):
         raise ValueError(
             "expected model to be a causal language model of transformers, got "
             f"{type(model).__name__}. {_BY_THE_PASS}"
@@ -186,7 +195,7 @@ def use_in(
     if not any(map(is_away, model.parameters())):
         # Else on its first forward, in which DeepSpeed gathers them.
         try:
-            check(model.base_model if is_classifier else model)
+            check(model if decoder is None else decoder)
         except ValueError as error:
             model.set_attn_implementation(before)
             raise ValueError(f"{error}. {_BY_THE_PASS}") from error

@@ -234,7 +234,7 @@ def tools_once(trainer: Trainer, member: Member) -> Iterator[None]:
     """In this context, a trainer's tools run on the first rank of a group only, which shares their
     results and errors."""
 
-    def once(tool: Callable) -> Callable:
+    def on_first_rank(tool: Callable) -> Callable:
         @functools.wraps(tool)
         def call(*args, **kwargs):
             result, error = None, None
@@ -258,7 +258,7 @@ def tools_once(trainer: Trainer, member: Member) -> Iterator[None]:
         for name in ("_sync_tool_dicts", "_tool_dict"):
             if (tools := getattr(trainer, name, None)) is not None:
                 each = tools if isinstance(tools, list) else [tools]
-                shared = [{n: once(tool) for n, tool in named.items()} for named in each]
+                shared = [{n: on_first_rank(tool) for n, tool in named.items()} for named in each]
                 shared = shared if isinstance(tools, list) else shared[0]
                 stack.enter_context(replaced(trainer, name, shared))
         yield

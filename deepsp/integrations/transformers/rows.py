@@ -27,7 +27,6 @@ from deepsp.data.sharding import unshard
 from deepsp.integrations.door import ADVICE, local_batch
 from deepsp.integrations.transformers import calls, mixers, multimodal
 from deepsp.integrations.transformers.causal_lm import LossInHead
-from deepsp.integrations.transformers.cores import required_by
 from deepsp.integrations.transformers.forward import (
     FULL_ROWS,
     Registration,
@@ -138,24 +137,23 @@ class FullRows:
     ):
         self.member, self.without_logits, self.roles = member_of(group), without_logits, roles
         base = base_of(model)
-        at, rest = model, {}
-        if is_classifier(base):
-            at, rest = base.base_model, {"is_classifier": True}
-            self.decoder = weakref.ref(at)
+        decoder = base.base_model if is_classifier(base) else None
+        at = model if decoder is None else decoder
         self.inputs = set(inspect.signature(base_of(at).forward).parameters)
         self.shard_at = multimodal.shard_at(base)
-        self.before, self.model = use_in(base, group, **rest, **how), weakref.ref(base)
+        self.before, self.model = use_in(base, group, decoder=decoder, **how), weakref.ref(base)
         self._running = threading.local()
         take_local_rows(model)  # of an earlier trainer's
         self.handles = [  # they hold no reference to the model: no cycle
             at.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True),
             at.register_forward_hook(self._leave, with_kwargs=True, always_call=True),
         ]
-        if self.decoder is not None:
+        if decoder is not None:
+            self.decoder = weakref.ref(decoder)
             self.handles.append(base.score.register_forward_hook(self._gather_head))
             if hasattr(base, "dropout"):
                 self.handles += around_forward(base.dropout)
-        for module in (model,) if self.decoder is None else (model, base, at):
+        for module in (model,) if decoder is None else (model, base, decoder):
             setattr(module, FULL_ROWS, self)
 
     @contextlib.contextmanager
@@ -200,7 +198,7 @@ class FullRows:
         if self.decoder is not None:  # its model passes on what it doesn't know, such as margins
             taken = self.inputs
             batch = {n: x for n, x in batch.items() if n in taken or not isinstance(x, Tensor)}
-        of_core = {n: batch.pop(n) for n in required_by(registration.core) if n in batch}
+        of_core = {n: batch.pop(n) for n in registration.required if n in batch}
         local, share = self._sharded(base, batch)
         local |= of_core
         call = _Call(share, labels, items, bool(batch.get("fused_lm_head")))

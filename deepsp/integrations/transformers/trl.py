@@ -16,8 +16,8 @@ from typing import Any
 from accelerate.utils import set_seed
 from transformers import Trainer, TrainingArguments
 
+from deepsp.integrations.proof.cut import cut_rows
 from deepsp.integrations.transformers import async_rollouts, mixers, rollouts
-from deepsp.integrations.transformers.classifiers import cut_rows
 from deepsp.integrations.transformers.experts import refuse_dealt
 from deepsp.integrations.transformers.forward import full_rows_of
 from deepsp.integrations.transformers.registration import base_of
