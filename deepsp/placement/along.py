@@ -24,7 +24,8 @@ _COMBINE = {
 
 def reduced(op: Op) -> list[int]:
     """The dimensions that an op works along: all, if it is given none."""
-    ndim, dim = len(op.shape(op.operands[0])), op["dim"]
+    ndim = len(op.shape(op.operands[0]))
+    dim = op["dim"] if op["dims"] is None else op["dims"]
     if not isinstance(dim, int) and not dim:
         return list(range(ndim))
     return [d % ndim for d in listed(dim)]

@@ -27,7 +27,16 @@ def by_index(op: Op) -> list[Row]:
     if op["dim"] is None:
         return []
     dim = op["dim"] % ndim
-    return sharded((d for d in range(ndim) if d != dim), operands)
+    rows = sharded((d for d in range(ndim) if d != dim), operands)
+    if op.target._opname in ("gather", "take_along_dim"):  # each index reads the full tensor
+        x, position = op["self"], op["index"] if op["indices"] is None else op["indices"]
+        rows += row(dim, (x, None), (position, dim))
+    return rows
+
+
+@rule("index_fill", "it writes a piece of the sharded dimension")
+def index_fill(op: Op) -> list[Row]:
+    return along(op, [op["dim"]])
 
 
 @rule("index_select", "it is looked up along the sharded dimension")

@@ -37,7 +37,7 @@ def broadcast(op: Op, operands) -> list[Row]:
 @rule(
     """relu add sub mul div where masked_fill clamp clip pow to _to_copy clone contiguous detach
     alias lift_fresh lift_fresh_copy type_as float_power rsub celu selu elu silu gelu relu6 hardtanh
-    hardswish leaky_relu mish softplus logsigmoid dropout native_dropout alpha_dropout
+    hardswish leaky_relu mish softplus log_sigmoid dropout native_dropout alpha_dropout
     bernoulli __and__ __or__ __xor__ isnan isinf isfinite nan_to_num positive square logit erf
     sigmoid tanh threshold hardsigmoid softshrink hardshrink rrelu lerp addcmul addcdiv conj
     resolve_conj resolve_neg real complex polar fake_quantize_per_tensor_affine divide multiply

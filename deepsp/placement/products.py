@@ -14,9 +14,11 @@ def contract(op: Op, operands: list[tuple], output: list) -> list[Row]:
     for x, labels in operands:
         sizes = zip(labels, op.shape(x), strict=True)
         labeled.append((x, [None if op.is_one(size) else label for label, size in sizes]))
+    # A diagonal: ranks would have blocks of it in one dimension only.
+    diagonal = {label for _, each in labeled for label in each if each.count(label) > 1}
     labels = dict.fromkeys(label for _, each in labeled for label in each if label is not None)
     rows = []
-    for label in sorted(labels, key=lambda label: label not in output):
+    for label in sorted(labels.keys() - diagonal, key=lambda label: label not in output):
         inputs = [(x, each.index(label) if label in each else None) for x, each in labeled]
         rows += row(output.index(label) if label in output else SUM, *inputs)
     for x, _ in labeled:

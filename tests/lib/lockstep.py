@@ -202,7 +202,21 @@ def _previous_tokens(ranks):
     return [whole.narrow(dim, sum(lens[:r]), n) for r in range(len(ranks))]
 
 
+def _rows_start(ranks):
+    """rows by the rank that they are for; what each rank is sent, by the rank that sends it."""
+    counts = torch.tensor(ranks[0]["counts"]).view(len(ranks), -1)
+    assert all(list(a["counts"]) == list(ranks[0]["counts"]) and not a["home"] for a in ranks)
+    sent = [a["rows"].split(counts[r].tolist()) for r, a in enumerate(ranks)]
+    return [torch.cat(got) for got in zip(*sent, strict=True)]
+
+
+def _rows_wait(ranks):
+    return [a["buffer"].clone() for a in ranks]
+
+
 _COLLECTIVES = {
+    ours._rows_start.default: _rows_start,
+    ours._rows_wait.default: _rows_wait,
     ours.all_gather.default: _all_gather,
     ours.all_reduce.default: _all_reduce,
     ours.distributed_attention.default: _distributed_attention,

@@ -17,12 +17,22 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from deepsp.compile.sharding import joined
+from deepsp.compile.sharding.redistribute import redistribute
 from deepsp.compile.sharding.report import CannotShard
-from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, size_of, symbols_of
+from deepsp.compile.sharding.tokens import (
+    Sequence,
+    Size,
+    Tokens,
+    difference,
+    same,
+    size_of,
+    symbols_of,
+)
 
 # Meta that new nodes inherit: the user's line, and whether backward recomputes them.
 _PASSED_ON = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom", "seq_nr")
 _PASSED_ON += ("recompute", "ac_graph_id")
+_FEW = 8  # tokens
 
 
 def is_tensor(value) -> bool:
@@ -141,6 +151,15 @@ class Nodes:
         a, b = sympy.sympify(a), sympy.sympify(b)
         return not (a.is_number and b.is_number) and self.holds(sympy.Eq(a, b))
 
+    def hint(self, size: Size) -> int:
+        """A size in the call for which the graph is compiled: not guarded."""
+        if isinstance(size, int):
+            return size
+        hints = {s: self.env[self.symbols[s]].node.hint for s in size.free_symbols}
+        if None in hints.values():
+            raise CannotShard(f"the size {size} depends on data", self.current)
+        return int(size.xreplace({s: sympy.Integer(n) for s, n in hints.items()}))
+
     def settle(self, sequence: Sequence, least: Size) -> None:
         """Guards that every rank has at least so many tokens. If one has fewer, the length becomes
         a constant: guards must be the same on all ranks, or some would compile alone."""
@@ -237,6 +256,14 @@ class Forms(Nodes):
         for other, sequence in self.lengths.items():
             if same(other, length):
                 return sequence
+        for other, sequence in self.lengths.items():
+            more = difference(length, other)
+            if more and abs(more) <= _FEW and self.holds(sequence.lens[-1] + more >= 2):
+                # A sequence without its last tokens, say: no token moves.
+                *lens, last = sequence.lens
+                sequence = Sequence((*lens, size_of(last + more)))
+                self.lengths[length] = sequence
+                return sequence
         # At most two graphs: for lengths that divide by the ranks, and for all others.
         even = isinstance(length, int) or self.mode.shape_env.evaluate_expr(
             sympy.Eq(sympy.Mod(length, self.size), 0)
@@ -321,13 +348,19 @@ class Forms(Nodes):
         place = value.tokens if isinstance(value.tokens, Tokens) else None
         if value.local is not None and place is not None and place.plain == tokens.plain:
             return value.local
-        if value.full is None:
-            raise CannotShard(
-                f"{node.name} is sharded along another dimension or over another sequence than "
-                "the tensors it is combined with",
-                self.current,
-            )
         shape = self.shape_of(node)
+        if value.full is None:
+            if place is None or not self.movable(place, tokens):
+                raise CannotShard(
+                    f"{node.name} is sharded along another dimension or over another sequence than "
+                    "the tensors it is combined with",
+                    self.current,
+                )
+            key = (value.local, tokens.plain, torch.is_grad_enabled())
+            if key not in self.parts:
+                want = [tokens.plain.sequence.pieces(r) for r in range(self.size)]
+                self.parts[key] = self.fetched(value.local, shape, place.plain, want)
+            return self.parts[key]
         if not 0 <= tokens.dim < len(shape) or not self.equal(shape[tokens.dim], tokens.full):
             raise CannotShard(
                 f"expected {node.name} to have {tokens.full} tokens in dimension {tokens.dim}, "
@@ -338,6 +371,44 @@ class Forms(Nodes):
         if key not in self.parts:
             self.parts[key] = self.cut(self.partial_grad(value.full), shape, tokens)
         return self.parts[key]
+
+    def movable(self, have: Tokens, want: Tokens) -> bool:
+        """Whether tokens need only go to other ranks to be where ``want`` has them."""
+        have, want = have.plain, want.plain
+        return (
+            have.dim == want.dim
+            and not (have.is_sorted or want.is_sorted)
+            and same(have.length, want.length)
+            and same(have.outer, want.outer)
+            and same(have.inner, want.inner)
+        )
+
+    def ranges(self, node: fx.Node, tokens: Tokens, want: list[list[tuple[Size, Size]]]) -> fx.Node:
+        """The tokens of an old node's value that each rank wants: runs by begin and length."""
+        value = self.values[node]
+        if value.full is not None:
+            return joined.taken(self, self.partial_grad(value.full), tokens.dim, want[self.rank])
+        return self.fetched(value.local, self.shape_of(node), tokens, want)
+
+    def fetched(
+        self, local: fx.Node, shape: list[Size], tokens: Tokens, want: list[list[tuple[Size, Size]]]
+    ) -> fx.Node:
+        """Of a part of a tensor of ``shape``, the tokens that each rank wants instead: runs by
+        begin and length."""
+        have = [tokens.sequence.pieces(r) for r in range(self.size)]
+        dim, inner = tokens.dim, tokens.inner
+        if same(tokens.outer, 1):
+            have, want = (
+                [[(size_of(b * inner), size_of(n * inner)) for b, n in runs] for runs in x]
+                for x in (have, want)
+            )
+            return redistribute(self, local, dim, have, want)
+        part = [*shape[:dim], tokens.outer, tokens.sequence.lens[self.rank], inner]
+        x = self.call(_aten.reshape.default, local, self.shape([*part, *shape[dim + 1 :]]))
+        x = redistribute(self, x, dim + 1, have, want)
+        count = size_of(tokens.outer * sum(n for _, n in want[self.rank]) * inner)
+        part = [*shape[:dim], count, *shape[dim + 1 :]]
+        return self.call(_aten.reshape.default, x, self.shape(part))
 
     def cut(self, full: fx.Node, shape: list[Size], tokens: Tokens) -> fx.Node:
         self._check_order(tokens)
@@ -414,7 +485,7 @@ def placed(walk, node: fx.Node, values: list[Value]) -> Tokens | None:
             if any(isinstance(v.tokens, Tokens) and _only(walk, node, v, dim) for v in values):
                 dims.append((dim, n))
         elif any(same(n, x) for x in walk.lengths) or (
-            values and any(_differ_by_some(n, x) for x in walk.lengths)
+            values and any(difference(n, x) is not None for x in walk.lengths)
         ):
             dims.append((dim, n))
     if len(dims) != 1:
@@ -440,8 +511,3 @@ def of_pairs(walk, node: fx.Node) -> bool:
         return False  # several results
     shape = walk.shape_of(node)
     return sum(any(same(n, x) for x in walk.lengths) for n in shape if n != 1) > 1
-
-
-def _differ_by_some(a: Size, b: Size) -> bool:
-    difference = sympy.expand(sympy.sympify(a) - sympy.sympify(b))
-    return bool(difference.is_number)

@@ -45,6 +45,12 @@ def same(a: Size, b: Size) -> bool:
     return a == b or sympy.expand(sympy.sympify(a) - sympy.sympify(b)) == 0
 
 
+def difference(a: Size, b: Size) -> int | None:
+    """``a - b`` if it is known."""
+    result = sympy.expand(sympy.sympify(a) - sympy.sympify(b))
+    return int(result) if result.is_number else None
+
+
 def quotient(a: Size, b: Size) -> Size | None:
     """``a / b`` if it is known to be an integer."""
     if isinstance(a, int) and isinstance(b, int):

@@ -33,6 +33,7 @@ from deepsp.compile.sharding.forms import has_tensor
 from deepsp.compile.sharding.report import CannotShard
 from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, symbols_of
 from deepsp.placement import SUM, Row
+from deepsp.placement.along import reduced
 from deepsp.placement.table import overloads
 from deepsp.sequence.recurrence.functions import captured
 
@@ -43,12 +44,15 @@ OUTERMOST = (
 )
 _RULES: dict[Any, Callable] = {}  # by op, or by the name of a function of transformers' models
 _REASONS: dict[Any, str] = {}
+_DECOMPOSED: set = set()
 _OF_OWN: list[Callable] = []  # the rule for ops with an operand that differs by rank
 _FAMILIES = (
     "views",
     "products",
     "indexing",
     "reductions",
+    "all_tokens",
+    "windows",
     "attention",
     "flex",
     "losses",
@@ -85,10 +89,32 @@ def rule(*ops) -> Callable:
     return register
 
 
+def along_tokens(names: str) -> Callable:
+    """Registers a rule for aten ops where they work along the tokens of their first operand;
+    elsewhere, rows say what they do. The rule takes the call and those tokens."""
+
+    def register(function: Callable) -> Callable:
+        @rule(*overloads(names))
+        def either(call: Call):
+            tokens = call.tokens(call.operands[0])
+            if not isinstance(tokens, Tokens) or tokens.dim not in reduced(call):
+                return by_rows(call)
+            return function(call, tokens)
+
+        return function
+
+    return register
+
+
 def rule_of_rank_values(function: Callable) -> Callable:
     """Registers the rule for ops with an operand that each rank has for its own tokens."""
     _OF_OWN.append(function)
     return function
+
+
+def decomposed(names: str) -> None:
+    """Ops that are taken apart, since their parts have rules."""
+    _DECOMPOSED.update(overloads(names))
 
 
 def refused(names: str, reason: str) -> None:
@@ -105,7 +131,8 @@ def _load() -> None:
 def is_known(op) -> bool:
     """Whether an op has a rule, or a reason for having none."""
     _load()
-    return op in _RULES or op in _REASONS or placement.find(op) is not None
+    known = op in _RULES or op in _REASONS or placement.find(op) is not None
+    return known and op not in _DECOMPOSED
 
 
 def find(call: Call) -> Callable:
@@ -212,7 +239,7 @@ class Call(placement.Op):
         args, kwargs = self.arguments()
         return self.graph.call(self.target, *args, **kwargs)
 
-    def replaced(self, **new):
+    def replaced(self, /, **new):
         """The same op, with these arguments replaced."""
         args, kwargs = [], {}
         for argument in self.target._schema.arguments:
@@ -261,9 +288,11 @@ def by_rows(call: Call, rows: list[Row] | None = None):
     shape = call.out if isinstance(out, torch.Tensor) else []
 
     def preference(x):
+        """Of tokens that are merged with another dimension, the operand that knows how is first."""
         node, row = x
         written = row.place(node) is placement.ANYTHING and row.outputs is not None
-        return isinstance(row.outputs, str), written, call.shape(node) != shape
+        merged = not same(call.tokens(node).inner, 1)
+        return isinstance(row.outputs, str), written, call.shape(node) != shape, not merged
 
     first, row = min(fitting, key=preference)
     tokens = call.tokens(first)
@@ -319,8 +348,10 @@ def _want(call: Call, node: fx.Node, place, tokens: Tokens, rule: placement.Rule
     if call.is_fixed(node) and isinstance(have, Tokens):
         if wanted is not None and have.dim == place:
             if have.plain != wanted.plain:
-                call.refuse(SHIFTED)
-        elif not rule.why:
+                if not call.graph.movable(have, wanted):
+                    call.refuse(SHIFTED)
+                call.decision = "tokens moved between ranks"
+        elif not rule.why or node in call.gathers:
             if rule.family == "products":  # attention by hand: keys and values
                 call.graph.attended.add(node)
             return call.gather(node, wanted)

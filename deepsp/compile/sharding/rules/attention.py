@@ -9,7 +9,7 @@ from torch import fx
 
 from deepsp.compile.sharding import joined
 from deepsp.compile.sharding.rules import OUTERMOST, Call, by_rows, rule
-from deepsp.compile.sharding.rules.indexing import log_softmax
+from deepsp.compile.sharding.rules.reductions import log_softmax
 from deepsp.compile.sharding.tokens import JOINED, Tokens, same
 from deepsp.sequence.attention import parts
 
@@ -124,10 +124,9 @@ def _of_full(call: Call, q, k, v, tokens: Tokens) -> None:
                 scores = graph.call(aten.masked_fill.Scalar, scores, hidden, float("-inf"))
             else:
                 scores = graph.call(aten.add.Tensor, scores, seen)
-        logs = log_softmax(graph, scores, graph.env[scores].dim() - 1)
+        # A query that sees nothing gets zeros.
+        logs = log_softmax(graph, scores, graph.env[scores].dim() - 1, unseen=0)
         weights = graph.call(aten.exp.default, logs)
-        if mask is not None:  # a query that sees nothing gets zeros
-            weights = graph.call(aten.nan_to_num.default, weights)
         weights = graph.call(aten.to.dtype, weights, dtype)
         return graph.all_reduce(graph.call(aten.matmul.default, weights, heads(v)))
 

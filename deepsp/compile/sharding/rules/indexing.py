@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
-from deepsp.compile.sharding.rules import Call, by_rows, refused, rule
-from deepsp.compile.sharding.tokens import Tokens
+from deepsp.compile.sharding.rules import Call, along_tokens, by_rows, decomposed, refused, rule
+from deepsp.compile.sharding.tokens import Tokens, same
 
 aten, ours = torch.ops.aten, torch.ops.deepsp
 
 _AMONG = "along the sequence it depends on all earlier tokens, or on all of them"
 refused("nonzero masked_select unique _unique2 searchsorted", _AMONG)
+decomposed("nanmean")
 refused("bincount", "its length depends on all tokens; use F.one_hot(x, n), summed over the tokens")
 
 
@@ -29,37 +32,6 @@ def one_hot(call: Call) -> Tokens:
     return by_rows(call)
 
 
-@rule(aten.softmax.int, aten.log_softmax.int)
-def softmax(call: Call) -> Tokens:
-    x, tokens = call.node.args[0], call.one_of()
-    if call["dim"] % len(call.shape(x)) != tokens.dim:
-        return by_rows(call)
-    graph = call.graph
-
-    def lower():
-        dtype = call.node.meta["val"].dtype
-        logs = log_softmax(graph, graph.call(aten.to.dtype, call.operand(x), dtype), tokens.dim)
-        result = logs if call.target is aten.log_softmax.int else graph.call(aten.exp.default, logs)
-        return graph.call(aten.to.dtype, result, dtype)
-
-    call.lower, call.decision = lower, "over the tokens of all ranks"
-    return tokens
-
-
-def log_softmax(graph, x: fx.Node, dim: int) -> fx.Node:
-    """Over a sharded dimension: each rank sends the logarithm of its sum of exponentials. 16-bit
-    inputs become float32."""
-    if graph.env[x].dtype in (torch.float16, torch.bfloat16):
-        x = graph.call(aten.to.dtype, x, torch.float32)
-    total = graph.call(aten.logsumexp.default, x, [dim], True)
-    each = [1] * graph.size
-    args = (total, dim, each, "partial", graph.rank, graph.name)
-    total = graph.call(
-        aten.logsumexp.default, graph.call(ours.all_gather.default, *args), [dim], True
-    )
-    return graph.call(aten.sub.Tensor, x, total)
-
-
 @rule(aten.index.Tensor)
 def index(call: Call) -> Tokens | None:
     """Looks a table up by tokens, or indexes another dimension than the tokens."""
@@ -70,46 +42,64 @@ def index(call: Call) -> Tokens | None:
         call.refuse("its number of tokens depends on a mask, which other ranks don't know")
     if places != list(range(places[0], places[-1] + 1)):
         call.refuse("its indices are not next to each other")
-    ndim = max(len(call.shape(n)) for n in chosen)
     tokens = call.tokens(x)
-    if tokens is not None and tokens.dim in places and call.graph.values[x].full is None:
-        return _chosen(call, x, indices, tokens, ndim, places[0])
-    return by_rows(call)
+    if tokens is None or tokens.dim not in places or not call.is_fixed(x):
+        return by_rows(call)
+    behind = len(call.shape(x)) - 1 - places[-1]
+
+    def read(local, position):
+        new = [position if n == indices[tokens.dim] else n and call.operand(n) for n in indices]
+        return call.graph.call(aten.index.Tensor, local, new)
+
+    return _read(call, x, indices[tokens.dim], chosen, behind, read)
 
 
-def _chosen(call: Call, x, indices, tokens: Tokens, ndim: int, first: int) -> None:
-    """Takes tokens by positions that every rank knows. The rank that has a token broadcasts it, by
-    a sum with the others' zeros."""
-    for n in indices:
-        if isinstance(n, fx.Node) and call.graph.values[n].full is None:
-            call.refuse("it indexes tokens by their position in the sequence")
-        call.want(n, None)
-    if not tokens.alone or not call.node.meta["val"].dtype.is_floating_point:
+@along_tokens("gather take_along_dim")
+def gather(call: Call, tokens: Tokens) -> Tokens | None:
+    x, position = call.node.args[0], call["index"] or call["indices"]
+    if not call.is_fixed(x):
+        return by_rows(call)
+
+    def read(local, position):
+        return call.graph.call(aten.gather.default, local, tokens.dim, position)
+
+    return _read(call, x, position, [position], 0, read)
+
+
+def _read(call: Call, x, position, chosen: list, behind: int, read: Callable) -> Tokens | None:
+    """Takes tokens by their positions. If every rank knows these, the rank that has a token
+    broadcasts it, by a sum with the others' zeros; else every rank gets all tokens. ``behind``:
+    how many dimensions of the result follow those of the positions."""
+    tokens, graph = call.tokens(x), call.graph
+    if any(call.is_fixed(n) for n in chosen):
+        call.gather(x)
+        call.decision = "tokens of all ranks, for this rank's positions"
+        return by_rows(call)
+    if not tokens.plain.alone or call.node.meta["val"].dtype is torch.bool:
         call.refuse("it indexes tokens by their position in the sequence")
-    graph = call.graph
-    begin, count = tokens.sequence.begin(graph.rank), tokens.sequence.lens[graph.rank]
+    begin, count = tokens.plain.sequence.begin(graph.rank), tokens.plain.sequence.lens[graph.rank]
 
     def lower():
-        local, chosen = call.operand(x), [n if n is None else call.operand(n) for n in indices]
-        # Pad with one token of zeros, at which a rank reads tokens of other ranks.
-        padding = [0] * (2 * (len(call.shape(x)) - tokens.dim))
-        padding[-1] = 1
-        local = graph.call(aten.constant_pad_nd.default, local, padding, 0)
-        position = chosen[tokens.dim]
-        behind = graph.call(aten.add.Scalar, position, graph.int_(tokens.length))
-        position = graph.call(
-            aten.where.self, graph.call(aten.lt.Scalar, position, 0), behind, position
-        )
-        position = graph.call(aten.sub.Scalar, position, graph.int_(begin))
+        local = call.operand(x)
+        if same(count, 0):  # a token that isn't read
+            padding = [0] * (2 * (len(call.shape(x)) - tokens.dim))
+            padding[-1] = 1
+            local = graph.call(aten.constant_pad_nd.default, local, padding, 0)
+        place = graph.call(aten.remainder.Scalar, call.operand(position), graph.int_(tokens.full))
+        place = graph.call(aten.sub.Scalar, place, graph.int_(begin))
         inside = graph.call(
             aten.logical_and.default,
-            graph.call(aten.ge.Scalar, position, 0),
-            graph.call(aten.lt.Scalar, position, graph.int_(count)),
+            graph.call(aten.ge.Scalar, place, 0),
+            graph.call(aten.lt.Scalar, place, graph.int_(count)),
         )
-        last = graph.call(aten.full_like.default, position, graph.int_(count))
-        chosen[tokens.dim] = graph.call(aten.where.self, inside, position, last)
-        return graph.all_reduce(graph.call(aten.index.Tensor, local, chosen))
+        place = graph.call(aten.where.ScalarOther, inside, place, 0)
+        taken = read(local, place)
+        for _ in range(behind):
+            inside = graph.call(aten.unsqueeze.default, inside, -1)
+        return graph.all_reduce(graph.call(aten.where.ScalarOther, inside, taken, 0))
 
+    for node in chosen:
+        call.want(node, None)
     call.lower, call.decision = lower, "some tokens, broadcast to all ranks"
     return None
 
@@ -119,6 +109,8 @@ def index_put(call: Call) -> Tokens:
     """Writes one value where a mask over the first dimensions is true."""
     x, indices, values = call.node.args[:3]
     tokens = call.tokens(x)
+    if tokens is not None and _in_features(call, indices, values, tokens):
+        return tokens
     mask = indices[0] if len(indices) == 1 else None
     ndim = len(call.shape(mask)) if mask else 0
     if not mask or mask.meta["val"].dtype is not torch.bool or tokens is None:
@@ -126,4 +118,49 @@ def index_put(call: Call) -> Tokens:
     if len(call.shape(values)) > len(call.shape(x)) - ndim or call.tokens(values) is not None:
         call.refuse("it writes values in the order of the tokens that a mask selects")
     call.want(mask, tokens if tokens.dim < ndim else None)
+    return tokens
+
+
+def _in_features(call: Call, indices, values, tokens: Tokens) -> bool:
+    """Whether it writes the same values into some features of each token."""
+    x, chosen = call.node.args[0], [n for n in indices if n is not None]
+    behind = [i for i, n in enumerate(indices) if n is not None]
+    width = sum(
+        len(call.shape(n)) if n.meta["val"].dtype in (torch.bool, torch.uint8) else 1
+        for n in chosen
+    )
+    last = len(call.shape(x)) - width
+    return (
+        min(behind) > tokens.dim
+        and behind == list(range(behind[0], behind[-1] + 1))
+        and behind[0] == last
+        and len(call.shape(values)) <= 1
+        and all(call.tokens(n) is None for n in (*chosen, values))
+    )
+
+
+@rule(aten.masked_scatter.default)
+def masked_scatter(call: Call) -> Tokens:
+    """Rows of images, say, where a mask over tokens is true: the mask tells which."""
+    x, mask, source = call.node.args
+    tokens, graph = call.one_of(), call.graph
+    if graph.values[mask].full is None or graph.values[source].full is None:
+        call.refuse("its mask, or what it writes, differs by rank; compute them of full inputs")
+    call.want(source, None)
+    shape = call.shape(x)
+
+    def lower():
+        full = graph.call(aten.expand.default, graph.full(mask), graph.shape(shape))
+        flat = graph.call(aten.reshape.default, full, [-1])
+        place = graph.call(aten.cumsum.default, flat, 0)
+        place = graph.call(aten.sub.Scalar, place, 1)
+        place = graph.call(aten.clamp.default, place, 0)
+        place = graph.call(aten.reshape.default, place, graph.shape(shape))
+        local = call.operand(x)
+        where, place = (graph.cut(y, shape, tokens) for y in (full, place))
+        values = graph.call(aten.reshape.default, call.operand(source), [-1])
+        taken = graph.call(aten.index.Tensor, values, [place])
+        return graph.call(aten.where.self, where, taken, local)
+
+    call.lower = lower
     return tokens

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from deepsp.compile.sharding.rules import Call, overloads, rule, rule_of_rank_values
+from deepsp.compile.sharding.rules.all_tokens import of_all
 from deepsp.compile.sharding.tokens import Tokens, quotient, same
 
 aten = torch.ops.aten
@@ -38,8 +39,10 @@ def sort(call: Call) -> list[Tokens]:
     x, tokens = call.node.args[0], call.one_of()
     if call["dim"] % len(call.shape(x)) != tokens.dim:
         return [tokens, tokens]
-    if len(call.shape(x)) != 1 or tokens.order is not None:
-        call.refuse("along the sequence it depends on all tokens; only a 1-D list can be sorted")
+    if len(call.shape(x)) != 1:
+        return of_all(call, tokens)
+    if tokens.order is not None:
+        call.refuse("it sorts tokens that were sorted")
     ordered = replace(tokens, order=call.node.name)
     call.graph.rank_values[call.node, 1] = RankValue(ORDER, ordered)
     return [ordered, ordered]

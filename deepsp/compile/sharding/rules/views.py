@@ -9,14 +9,24 @@ import sympy
 import torch
 
 from deepsp.compile.sharding import joined
-from deepsp.compile.sharding.rules import Call, by_rows, refused, rule
-from deepsp.compile.sharding.tokens import JOINED, Size, Tokens, same, size_of
+from deepsp.compile.sharding.rules import Call, along_tokens, by_rows, decomposed, refused, rule
+from deepsp.compile.sharding.tokens import (
+    JOINED,
+    Sequence,
+    Size,
+    Tokens,
+    product,
+    quotient,
+    same,
+    size_of,
+)
 
 aten = torch.ops.aten
 PADS = (aten.pad.default, aten.constant_pad_nd.default)
 
 _MOVED = "it moves tokens along the sequence, from one rank to another"
 refused("rot90 as_strided tril_indices", _MOVED)
+decomposed("diff expand_as view_as reshape_as")
 
 
 @rule(
@@ -25,16 +35,13 @@ refused("rot90 as_strided tril_indices", _MOVED)
     aten._unsafe_view.default,
     aten.flatten.using_ints,
     aten.unflatten.int,
-    aten.view_as.default,
-    aten.reshape_as.default,
     aten.squeeze.default,
 )
 def reshape(call: Call) -> Tokens:
     x, out = call.node.args[0], call.out
     tokens = call.tokens(x)
-    if tokens is None:
-        call.refuse("it takes its shape from a sharded tensor")
     new = tokens.reshaped(call.shape(x), out)
+    new = _rows_of(call, x, tokens.plain, out) if new is None else new
     if new is None:
         call.refuse(
             f"it reshapes {_text(call.shape(x))} to {_text(out)}, which splits the sequence "
@@ -48,6 +55,24 @@ def reshape(call: Call) -> Tokens:
 
     call.lower = lower
     return new
+
+
+def _rows_of(call: Call, x, tokens: Tokens, out: list) -> Tokens | None:
+    """Where the tokens are if their dimension is split into rows: each rank gets whole ones."""
+    if not tokens.alone:
+        return None
+    shape = call.shape(x)
+    before = product(shape[: tokens.dim])
+    for dim, rows in enumerate(out):
+        wide = quotient(tokens.length, rows)
+        if wide is not None and same(product(out[:dim]), before):
+            if isinstance(rows, int) and rows < call.graph.size:
+                return None
+            sequence = call.graph.sequence(rows)
+            lens = tuple(size_of(n * wide) for n in sequence.lens)
+            call.want(x, replace(tokens, sequence=Sequence(lens)))
+            return Tokens(dim, rows, sequence)
+    return None
 
 
 def _text(shape) -> str:
@@ -93,11 +118,11 @@ def slice_(call: Call) -> Tokens:
     if same(out[dim], shape[dim]) and call["step"] in (None, 1):
         call.lower = lambda: call.graph.call(aten.alias.default, call.operand(x))
         return tokens
-    if call["step"] not in (None, 1):
-        call.refuse(f"expected a step of 1 along the sequence, got {call['step']}")
     if call.graph.values[x].full is not None:
         call.refuse("it selects tokens of a replicated tensor")
     begin = _index(call, call["start"] if call["start"] is not None else 0, shape[dim])
+    if call["step"] not in (None, 1):
+        return _every(call, x, tokens, begin)
     if tokens.order == JOINED:
         new, call.lower = joined.part_of(call, x, tokens, begin, size_of(begin + out[dim]))
         return new
@@ -105,6 +130,114 @@ def slice_(call: Call) -> Tokens:
         return _one_token(call, x, tokens, begin, keepdim=True)
     new, call.lower = window(call, x, tokens, begin, size_of(begin + out[dim]))
     return new
+
+
+def _every(call: Call, x, tokens: Tokens, begin: Size) -> Tokens:
+    """One token of every ``step``."""
+    if not tokens.plain.alone:
+        call.refuse("it selects tokens of a sequence that was merged with another dimension")
+    graph, dim, step = call.graph, tokens.dim, call["step"]
+    count = call.out[dim]
+    sequence = graph.sequence(count)
+    want = [
+        [
+            (
+                size_of(begin + sequence.begin(r) * step),
+                0 if same(n, 0) else size_of((n - 1) * step + 1),
+            )
+        ]
+        for r, n in enumerate(sequence.lens)
+    ]
+    call.lower = lambda: graph.call(
+        aten.slice.Tensor, graph.ranges(x, tokens.plain, want), dim, 0, sys.maxsize, step
+    )
+    call.decision = "tokens moved between ranks"
+    return Tokens(dim, count, sequence)
+
+
+@along_tokens("flip roll")
+def turned(call: Call, tokens: Tokens) -> Tokens:
+    """Tokens go to the ranks that have their new places."""
+    x, graph, dim, name = call.node.args[0], call.graph, tokens.dim, call.target._opname
+    if not tokens.plain.alone or not call["dims"]:
+        call.refuse("it moves tokens of a sequence that was merged with another dimension")
+    tokens = tokens.plain
+    length, lens = tokens.length, tokens.sequence.lens
+    places = [d % len(call.shape(x)) for d in call["dims"]]
+    shift: Size = 0
+    if name == "roll":
+        shifts = [_number(n) for n in call["shifts"]]
+        shift = sum(n for d, n in zip(places, shifts, strict=True) if d == dim)
+        if graph.holds(shift < 0):
+            shift = size_of(shift + length)
+        if graph.holds(shift < 0) or graph.holds(shift > length):
+            call.refuse("it moves tokens by more than the length of the sequence")
+    want = []
+    for rank, n in enumerate(lens):
+        first = tokens.sequence.begin(rank)
+        if name == "flip":
+            want.append([(size_of(length - first - n), n)])
+            continue
+        first = size_of(first - shift)
+        wrapped = 0
+        if graph.holds(first < 0):
+            wrapped = n if graph.holds(first + n <= 0) else size_of(-first)
+        want.append(
+            [(size_of(first + length), wrapped), (size_of(first + wrapped), size_of(n - wrapped))]
+        )
+
+    def lower():
+        new = graph.ranges(x, tokens, want)
+        if name == "flip":
+            return graph.call(aten.flip.default, new, places)
+        others = [(n, d) for n, d in zip(call["shifts"], places, strict=True) if d != dim]
+        if others:
+            others = graph.mapped(tuple(zip(*others, strict=True)), graph.full)
+            new = graph.call(aten.roll.default, new, *map(list, others))
+        return new
+
+    call.lower, call.decision = lower, "tokens moved between ranks"
+    return tokens
+
+
+@rule(aten.select_scatter.default, aten.slice_scatter.default)
+def written(call: Call) -> Tokens:
+    """Writes some tokens, on the ranks that have them."""
+    x, new, graph = call["self"], call["src"], call.graph
+    tokens = call.tokens(x)
+    if tokens is None or call["dim"] % len(call.shape(x)) != tokens.dim:
+        return by_rows(call)
+    dim, one = tokens.dim, call.target is aten.select_scatter.default
+    if not tokens.plain.alone or graph.values[x].full is not None or call["step"] not in (None, 1):
+        call.refuse("it writes tokens of a sequence that was merged with another dimension")
+    tokens, length = tokens.plain, call.shape(x)[dim]
+    begin = _index(call, call["index"] if one else call["start"] or 0, length)
+    count = 1 if one else call.shape(new)[dim]
+    sequence, before = call.window(tokens.sequence, begin, size_of(begin + count))
+    if call.tokens(new) is None or one:
+        if call.tokens(new) is not None:
+            call.refuse("it writes tokens into the place of one token")
+        call.want(new, None)
+    else:
+        call.want(new, Tokens(dim, count, sequence))
+    rank = graph.rank
+
+    def lower():
+        part = call.operand(new)
+        if one:
+            part = graph.call(aten.unsqueeze.default, part, dim)
+        if call.tokens(new) is None:
+            # Take no tokens, but keep the gradient: every rank sums it.
+            skipped = size_of(sum(sequence.lens[:rank]))
+            part = graph.call(
+                aten.narrow.default, part, dim, graph.int_(skipped), graph.int_(sequence.lens[rank])
+            )
+        first = graph.int_(before[rank])
+        end = graph.int_(size_of(before[rank] + sequence.lens[rank]))
+        return graph.call(aten.slice_scatter.default, call.operand(x), part, dim, first, end)
+
+    call.lower = lower
+    return tokens
 
 
 @rule(aten.split_with_sizes.default)
@@ -126,10 +259,13 @@ def split(call: Call) -> list[Tokens]:
     return parts
 
 
+def _number(value) -> Size:
+    return value if isinstance(value, int) else size_of(value.meta["val"])
+
+
 def _index(call: Call, value, length):
     """An index into the sequence, counted from its beginning and clamped."""
-    if not isinstance(value, int):
-        value = size_of(value.meta["val"])
+    value = _number(value)
     if isinstance(value, int) and value >= sys.maxsize:
         return length
     if call.graph.holds(value < 0):
@@ -218,20 +354,38 @@ def pad(call: Call) -> Tokens:
     sizes, place = list(call["pad"]), 2 * (len(call.shape(x)) - 1 - tokens.dim)
     ends = sizes[place : place + 2]
     constant = call["mode"] in (None, "constant")
-    more = any(isinstance(n, int) and n > 0 for n in ends)
-    fewer = any(not isinstance(n, int) or n < 0 for n in ends)
-    if not more or fewer or not constant or not tokens.plain.alone:
+    known = all(isinstance(n, int) for n in ends)
+    if not known or not any(ends) or not constant or not tokens.plain.alone:
         return by_rows(call)
-    graph = call.graph
+    graph, taken = call.graph, lambda: call.operand(x)
+    if min(ends) < 0:  # it takes tokens off
+        begin, end = max(-ends[0], 0), size_of(tokens.plain.length + min(ends[1], 0))
+        tokens, taken = window(call, x, tokens.plain, begin, end)
+        ends = [max(n, 0) for n in ends]
 
     def lower():
         mine = list(sizes)
-        mine[place] *= graph.rank == 0
-        mine[place + 1] *= graph.rank == graph.size - 1
-        return call.replaced(pad=graph.mapped(mine, call.operand))
+        mine[place] = ends[0] * (graph.rank == 0)
+        mine[place + 1] = ends[1] * (graph.rank == graph.size - 1)
+        return call.replaced(self=taken(), pad=graph.mapped(mine, call.operand))
 
     call.lower = lower
     return tokens.extended(*ends)
+
+
+@rule(aten.diagonal.default)
+def diagonal(call: Call) -> Tokens:
+    """Each rank has the diagonal of its rows, or columns."""
+    x, tokens, graph = call.node.args[0], call.one_of(), call.graph
+    dims = [call[name] % len(call.shape(x)) for name in ("dim1", "dim2")]
+    if tokens.dim not in dims:
+        return by_rows(call)
+    if not tokens.plain.alone or call["offset"] or len({call.shape(x)[d] for d in dims}) > 1:
+        call.refuse("it takes another diagonal than the main one of a square matrix of tokens")
+    first = tokens.plain.sequence.begin(graph.rank)
+    first = graph.int_(first if tokens.dim == dims[0] else size_of(-first))
+    call.lower = lambda: graph.call(aten.diagonal.default, call.operand(x), first, *dims)
+    return tokens.plain.at(len(call.out) - 1)
 
 
 @rule(aten.repeat.default)
@@ -241,11 +395,7 @@ def repeat(call: Call) -> Tokens:
     place = tokens.dim + len(times) - len(call.shape(x))
     if tokens.order is not None:
         call.refuse("it repeats tokens that were sorted")
-    return replace(tokens.at(place), outer=size_of(tokens.outer * _repeats(call, times[place])))
-
-
-def _repeats(call: Call, times) -> Size:
-    return times if isinstance(times, int) else size_of(times.meta["val"])
+    return replace(tokens.at(place), outer=size_of(tokens.outer * _number(times[place])))
 
 
 @rule(aten.repeat_interleave.self_int)
@@ -260,22 +410,14 @@ def repeat_interleave(call: Call) -> Tokens:
         return tokens
     if tokens.order is not None:
         call.refuse("it repeats tokens that were sorted")
-    return replace(tokens, inner=size_of(tokens.inner * _repeats(call, call["repeats"])))
+    return replace(tokens, inner=size_of(tokens.inner * _number(call["repeats"])))
 
 
-@rule(aten.expand.default, aten.expand_as.default)
+@rule(aten.expand.default)
 def expand(call: Call) -> Tokens:
     x, out = call.node.args[0], call.out
-    tokens, like = call.tokens(x), call["other"]
-    behind = len(out) - len(call.shape(x))
-    if tokens is not None:
-        place = tokens.at(tokens.dim + behind)
-    elif like is not None and call.tokens(like) is not None:
-        place = call.tokens(like)
-        dim = place.dim - behind
-        call.want(x, place.at(dim) if dim >= 0 and not same(call.shape(x)[dim], 1) else None)
-    else:
-        call.refuse("it takes its shape from a sharded tensor")
+    tokens = call.tokens(x)
+    place = tokens.at(tokens.dim + len(out) - len(call.shape(x)))
 
     def lower():
         shape = call.graph.shape(place.part(out, call.graph.rank))

@@ -1,0 +1,124 @@
+"""Moves tokens between ranks: from where a tensor has them to where an op needs them, as when a
+sequence is shifted. A rank is sent the tokens that it lacks, and no others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from deepsp.compile.sharding.report import CannotShard
+from deepsp.compile.sharding.tokens import Size, product, size_of
+
+_aten, _ours = torch.ops.aten, torch.ops.deepsp
+
+Runs = list[tuple[Size, Size]]
+"""Consecutive tokens of the full sequence: begin and length of each run, in a part's order."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive tokens of a part that are together in a rank's part before."""
+
+    source: int  # the rank
+    start: Size  # in its part
+    length: Size
+
+
+def redistribute(graph, local: fx.Node, dim: int, have: list[Runs], want: list[Runs]) -> fx.Node:
+    """A rank's tokens ``want[rank]`` along ``dim`` of a tensor of which each rank has ``have``.
+    Ranks may want the same tokens; the gradients of a token are summed where it was."""
+    rank, ranks = graph.rank, range(graph.size)
+    blocks = [_blocks(graph, have, want[to]) for to in ranks]
+    counts = [
+        [size_of(sum(b.length for b in blocks[to] if b.source == source != to)) for to in ranks]
+        for source in ranks
+    ]
+    if not any(any(row) for row in counts):
+        return _joined(graph, [_piece(graph, local, dim, b) for b in blocks[rank]], local, dim)
+    for to in ranks:
+        # A rank that receives nothing sends itself a token: in its graph, too, the exchange has a
+        # result that is used, so that no compiler drops it there alone.
+        own = [n for n, b in enumerate(blocks[to]) if b.source == to]
+        if own and not any(row[to] for row in counts):
+            counts[to][to] = 1
+            first = blocks[to][own[0]]
+            blocks[to][own[0] : own[0] + 1] = [
+                Block(to, first.start, 1),
+                Block(to, size_of(first.start + 1), size_of(first.length - 1)),
+            ]
+    travels = [[b.source != to for b in blocks[to]] for to in ranks]
+    for to in ranks:
+        if counts[to][to]:
+            travels[to][[b.source for b in blocks[to]].index(to)] = True
+    sent = [
+        _piece(graph, local, dim, b)
+        for to in ranks
+        for b, moves in zip(blocks[to], travels[to], strict=True)
+        if moves and b.source == rank
+    ]
+    rows = _joined(graph, sent, local, dim)
+    shape = list(graph.env[local].shape)
+    rest = [size_of(n) for d, n in enumerate(shape) if d != dim]
+    rows = graph.call(_aten.movedim.int, rows, dim, 0)
+    total = size_of(sum(counts[rank]))
+    rows = graph.call(_aten.reshape.default, rows, graph.shape([total, product(rest)]))
+    where = (graph.shape(n for row in counts for n in row), False, rank, graph.name)
+    buffer = graph.call(_ours._rows_start.default, rows, *where)
+    got = graph.call(_ours._rows_wait.default, buffer, *where)
+    total = size_of(sum(row[rank] for row in counts))
+    got = graph.call(_aten.reshape.default, got, graph.shape([total, *rest]))
+    got = graph.call(_aten.movedim.int, got, 0, dim)
+    before, places = 0, {}
+    mine = list(zip(blocks[rank], travels[rank], strict=True))
+    for n in sorted(range(len(mine)), key=lambda n: mine[n][0].source):
+        if mine[n][1]:
+            places[n] = Block(mine[n][0].source, before, mine[n][0].length)
+            before = size_of(before + mine[n][0].length)
+    pieces = [
+        _piece(graph, got, dim, places[n]) if moves else _piece(graph, local, dim, b)
+        for n, (b, moves) in enumerate(mine)
+    ]
+    return _joined(graph, pieces, got, dim)
+
+
+def _piece(graph, x: fx.Node, dim: int, block: Block) -> fx.Node:
+    sizes = graph.int_(block.start), graph.int_(block.length)
+    return graph.call(_aten.narrow.default, x, dim, *sizes)
+
+
+def _joined(graph, pieces: list[fx.Node], like: fx.Node, dim: int) -> fx.Node:
+    if not pieces:
+        return graph.call(_aten.narrow.default, like, dim, 0, 0)
+    return pieces[0] if len(pieces) == 1 else graph.call(_aten.cat.default, pieces, dim)
+
+
+def _blocks(graph, have: list[Runs], want: Runs) -> list[Block]:
+    """Where the tokens of a part are now. Guards settle it, the same on all ranks."""
+    sources, hint = [], graph.hint
+    for rank, runs in enumerate(have):
+        start: Size = 0
+        for begin, length in runs:
+            if hint(length):
+                sources.append((rank, start, begin, size_of(begin + length)))
+            start = size_of(start + length)
+    sources.sort(key=lambda x: hint(x[2]))
+    blocks = []
+    for begin, length in want:
+        end, covered = size_of(begin + length), begin
+        for rank, start, first, last in sources:
+            if hint(length) == 0 or hint(first) >= hint(end) or hint(last) <= hint(begin):
+                continue
+            low = begin if graph.holds(begin >= first) else first
+            high = end if graph.holds(end <= last) else last
+            if not graph.equal(low, covered) or not graph.holds(high > low):
+                break
+            covered = high
+            start = size_of(start + low - first)
+            blocks.append(Block(rank, start, size_of(high - low)))
+        if not graph.equal(covered, end):
+            raise CannotShard(
+                f"it needs tokens {begin} to {end}, which the ranks don't have", graph.current
+            )
+    return blocks

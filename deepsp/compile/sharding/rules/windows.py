@@ -1,0 +1,211 @@
+"""Windows of tokens: convolutions, pools, patches. A rank is sent the tokens at the borders of its
+windows that other ranks have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from deepsp.compile.sharding.rules import Call, by_rows, overloads, refused, rule
+from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, quotient, same, size_of
+
+aten = torch.ops.aten
+
+_BORDERS = "it makes windows of tokens, some of which other ranks have"
+refused("convolution _convolution conv_tbc conv_transpose1d", _BORDERS)
+refused("conv_transpose2d conv_transpose3d", _BORDERS)
+
+
+def _of_tokens(call: Call, name: str, tokens: Tokens, spatial: int):
+    """An argument's entry for the dimension of the tokens, of the last ``spatial`` ones."""
+    value = call[name]
+    if not isinstance(value, (list, tuple)):
+        return value
+    if not value:  # a stride is the window's size
+        return _of_tokens(call, "kernel_size", tokens, spatial)
+    place = tokens.dim - (len(call.shape(call.node.args[0])) - spatial)
+    return value[place % len(value)]
+
+
+def windows(
+    call: Call,
+    tokens: Tokens,
+    size: int,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    fill: float = 0.0,
+    count: Size | None = None,
+):
+    """Gives each rank some of ``count`` windows: their tokens in the result, and a function that
+    makes the input that they read, with its padding; it returns how many of the windows that an op
+    makes of it aren't the rank's."""
+    x, graph, dim = call.node.args[0], call.graph, tokens.dim
+    if not tokens.plain.alone:
+        call.refuse("it makes windows of tokens that were merged with another dimension")
+    have, count = tokens.plain, call.out[dim] if count is None else count
+    if stride == 1 and same(count, have.length):
+        sequence = have.sequence
+    elif stride == 1 and graph.holds(have.sequence.lens[-1] + count > have.length):
+        *lens, last = have.sequence.lens
+        sequence = Sequence((*lens, size_of(last + count - have.length)))
+    else:
+        sequence = graph.sequence(count)
+    want, pads = [], []
+    for rank in range(graph.size):
+        begin, many = sequence.begin(rank), sequence.lens[rank]
+        if same(many, 0):
+            want.append([(0, 0)])
+            pads.append((0, (size - 1) * dilation + 1))
+            continue
+        first = size_of(begin * stride - padding)
+        last = size_of((begin + many - 1) * stride - padding + (size - 1) * dilation + 1)
+        before = size_of(-first) if graph.holds(first < 0) else 0
+        after = size_of(last - have.length) if graph.holds(last > have.length) else 0
+        if graph.holds(last - after <= first + before):  # padding only
+            call.refuse("it makes windows of padding only; pad less")
+        want.append([(size_of(first + before), size_of(last - after - first - before))])
+        pads.append((before, after))
+
+    def lower() -> fx.Node:
+        new = graph.ranges(x, have, want)
+        if pads[graph.rank] != (0, 0):
+            sizes = [0] * (2 * (len(call.shape(x)) - 1 - dim)) + graph.shape(pads[graph.rank])
+            new = graph.call(aten.constant_pad_nd.default, new, sizes, fill)
+        return new
+
+    call.decision = "windows of tokens, with those at the ranks' borders"
+    return Tokens(dim, count, sequence), lower
+
+
+def _finish(call: Call, new: Tokens, out: fx.Node) -> fx.Node:
+    """Without the window that a rank makes which has none."""
+    if same(new.sequence.lens[call.graph.rank], 0):
+        out = call.graph.call(aten.narrow.default, out, new.dim, 0, 0)
+    return out
+
+
+def _at(values, place: int, many: int, value) -> list:
+    """A list of ``many`` values, but for another one at a place."""
+    values = list(values) if isinstance(values, (list, tuple)) else [values]
+    return [value if d == place else values[d % len(values)] for d in range(many)]
+
+
+@rule(*overloads("conv1d conv2d conv3d"))
+def convolution(call: Call) -> Tokens:
+    """[B, C, ...]."""
+    x, weight = call.node.args[:2]
+    call.only(x)
+    tokens, spatial, graph = call.one_of(), len(call.shape(weight)) - 2, call.graph
+    place = tokens.dim - (len(call.shape(x)) - spatial)
+    if place < 0:
+        return by_rows(call)
+    size = call.shape(weight)[2 + place]
+    stride, dilation = (_of_tokens(call, n, tokens, spatial) for n in ("stride", "dilation"))
+    padding = call["padding"]
+    if padding == "same":  # behind, there may be one more
+        spread = _at(call["dilation"], -1, spatial, None)
+        padding = [(n - 1) * d for n, d in zip(call.shape(weight)[2:], spread, strict=True)]
+        if any(n % 2 for d, n in enumerate(padding) if d != place):
+            call.refuse("padding='same' has one more behind than before; pad by F.pad")
+        padding = [n // 2 for n in padding]
+    padding = _at(0 if padding == "valid" else padding, -1, spatial, None)
+    if size == stride == 1 and padding[place] == 0:
+        return tokens
+    new, taken = windows(call, tokens, size, stride, padding[place], dilation)
+
+    def lower():
+        op = getattr(aten, call.target._opname).default  # the other takes words for the padding
+        others = _at(padding, place, spatial, 0), call["dilation"], call["groups"]
+        products = graph.mapped((weight, call["bias"]), call.operand)
+        out = graph.call(op, taken(), *products, call["stride"], *others)
+        return _finish(call, new, out)
+
+    call.lower = lower
+    return new
+
+
+@rule(*overloads("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d"))
+def pool(call: Call) -> Tokens:
+    name, tokens = call.target._opname, call.one_of()
+    most, spatial = name.startswith("max"), int(name[-2])
+    place = tokens.dim - (len(call.shape(call.node.args[0])) - spatial)
+    if place < 0:
+        return by_rows(call)
+    sizes = {n: _of_tokens(call, n, tokens, spatial) for n in ("kernel_size", "stride", "padding")}
+    if call["ceil_mode"] or (not most and sizes["padding"] and not call["count_include_pad"]):
+        call.refuse(
+            "it pools windows that reach beyond the sequence; pass ceil_mode=False and "
+            "count_include_pad=True, or pad before"
+        )
+    dilation = _of_tokens(call, "dilation", tokens, spatial) if most else 1
+    new, taken = windows(call, tokens, *sizes.values(), dilation, -torch.inf if most else 0.0)
+
+    def lower():
+        padding = _at(call["padding"], place, spatial, 0)
+        return _finish(call, new, call.replaced(self=taken(), padding=padding))
+
+    call.lower = lower
+    return new
+
+
+@rule(*overloads("adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d"))
+def adaptive(call: Call) -> Tokens | None:
+    """Windows of one size; one window is a mean."""
+    x, tokens, graph = call.node.args[0], call.one_of(), call.graph
+    spatial = int(call.target._opname[-2])
+    place = tokens.dim - (len(call.shape(x)) - spatial)
+    if place < 0:
+        return by_rows(call)
+    size, count = list(call["output_size"]), call.out[tokens.dim]
+    if same(count, 1):
+        mine, total = tokens.local(graph.rank), tokens.full
+
+        def lower():
+            mean = graph.call(aten.mul.Scalar, call.same_op(), graph.int_(mine))
+            return graph.all_reduce(graph.call(aten.div.Scalar, mean, graph.int_(total)))
+
+        call.lower = lower
+        return None
+    wide = quotient(call.shape(x)[tokens.dim], count)
+    if wide is None:
+        call.refuse("it pools windows of different sizes; pass a divisor of the number of tokens")
+    new, taken = windows(call, tokens, wide, wide)
+
+    def lower_windows():
+        size[place] = graph.int_(new.sequence.lens[graph.rank])
+        return call.replaced(self=taken(), output_size=size)
+
+    call.lower = lower_windows
+    return new
+
+
+@rule(*overloads("upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec"))
+def nearest(call: Call) -> Tokens:
+    """Repeats tokens a whole number of times."""
+    x, tokens, graph = call.node.args[0], call.one_of(), call.graph
+    times = quotient(call.out[tokens.dim], call.shape(x)[tokens.dim])
+    if tokens.dim < 2:
+        return by_rows(call, [])
+    if times is None or not tokens.plain.alone:
+        call.refuse("it interpolates tokens by a fraction; pass a whole scale_factor")
+    new = replace(tokens, inner=size_of(tokens.inner * times))
+
+    def lower():
+        size = graph.shape(new.part(call.out, graph.rank)[2:])
+        return graph.call(call.target, call.operand(x), size, None)
+
+    call.lower = lower
+    return new
+
+
+@rule(aten.unfold.default)
+def unfold(call: Call) -> Tokens:
+    tokens = call.one_of()
+    if call["dimension"] % len(call.shape(call.node.args[0])) != tokens.dim:
+        return by_rows(call)
+    new, taken = windows(call, tokens, call["size"], call["step"])
+    call.lower = lambda: _finish(call, new, call.replaced(self=taken()))
+    return new
