@@ -146,11 +146,11 @@ def rule(names: str, why: str = "") -> Callable:
     return register
 
 
-def overloads(names: str) -> Iterable[OpOverload]:
-    """All overloads of aten ops, without those that this version of torch lacks."""
+def overloads(names: str, namespace: str = "aten") -> Iterable[OpOverload]:
+    """All overloads of ops, without those that this version of torch lacks."""
     for name in names.split():
         name, _, overload = name.partition(".")
-        packet = getattr(torch.ops.aten, name, None)
+        packet = getattr(getattr(torch.ops, namespace), name, None)
         for name_of in packet.overloads() if packet is not None else ():
             if not overload or name_of == overload:
                 yield getattr(packet, name_of)

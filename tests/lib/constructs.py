@@ -222,6 +222,20 @@ class Construct(LM):
         rows = torch.cat([self.embed.weight[: VOCAB // 2] * 2, self.embed.weight[VOCAB // 2 :]])
         return self.loss(x.masked_scatter(where, rows), labels)
 
+    def replicated_written(self, x, ids, labels):
+        p = (self.p * 2).relu_()
+        y = self.query[0, 0] * 1
+        y.add_(p).mul_(2)
+        x = x * y
+        return self.loss(x * p, labels)
+
+    def halves_written(self, x, ids, labels):
+        y = x * 2
+        first, second = y[..., : DIM // 2], y[..., DIM // 2 :]
+        first.addcmul_(-self.p[: DIM // 2], x[..., DIM // 2 :])
+        second.addcmul_(self.p[: DIM // 2], x[..., : DIM // 2])
+        return self.loss(y, labels) + first.mean()
+
     # Others
 
     def log_sigmoid(self, x, ids, labels):

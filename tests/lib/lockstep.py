@@ -81,7 +81,12 @@ class _Replicate(torch.autograd.Function):
 def _assert_alike(tensors, what: str) -> None:
     for rank, x in enumerate(tensors):
         torch.testing.assert_close(
-            x, tensors[0], rtol=1e-9, atol=1e-12, msg=lambda m, r=rank: f"{what}, rank {r}: {m}"
+            x,
+            tensors[0],
+            rtol=1e-9,
+            atol=1e-12,
+            equal_nan=True,
+            msg=lambda m, r=rank: f"{what}, rank {r}: {m}",
         )
 
 

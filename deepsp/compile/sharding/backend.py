@@ -13,20 +13,14 @@ from torch._guards import CompileContext
 from deepsp.compile.sharding import checkpointing
 from deepsp.compile.sharding.boundary import GATHERS, role_of, without_caches
 from deepsp.compile.sharding.forms import draws_inside, is_differentiated
-from deepsp.compile.sharding.normalize import (
-    check_supported,
-    equate_sizes,
-    fake_inputs,
-    normalize,
-    results_out_of_place,
-    views_out_of_place,
-)
+from deepsp.compile.sharding.normalize import check_supported, equate_sizes, fake_inputs, normalize
 from deepsp.compile.sharding.report import CannotShard, Report
 from deepsp.compile.sharding.rewrite import Rewriter
 from deepsp.compile.sharding.rules.recurrences import capture_recurrences
 from deepsp.compile.sharding.together import together
 from deepsp.compile.sharding.tokens import same
 from deepsp.compile.sharding.watch import note_run
+from deepsp.compile.sharding.writes import results_out_of_place, views_out_of_place
 from deepsp.data.same_batch import compare_batches
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.ranks.randomness import sharded_randomness

@@ -1,5 +1,5 @@
 """The values of a graph on one rank: new nodes with their sizes; the two forms of a value, full and
-local, and how one becomes the other; where the tokens are in a full one."""
+local, and how one becomes the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from deepsp.compile.sharding import joined
-from deepsp.compile.sharding.redistribute import redistribute
+from deepsp.compile.sharding.redistribute import fetched, movable
 from deepsp.compile.sharding.report import CannotShard
 from deepsp.compile.sharding.tokens import (
     Sequence,
@@ -350,7 +350,7 @@ class Forms(Nodes):
             return value.local
         shape = self.shape_of(node)
         if value.full is None:
-            if place is None or not self.movable(place, tokens):
+            if place is None or not movable(place, tokens):
                 raise CannotShard(
                     f"{node.name} is sharded along another dimension or over another sequence than "
                     "the tensors it is combined with",
@@ -359,7 +359,7 @@ class Forms(Nodes):
             key = (value.local, tokens.plain, torch.is_grad_enabled())
             if key not in self.parts:
                 want = [tokens.plain.sequence.pieces(r) for r in range(self.size)]
-                self.parts[key] = self.fetched(value.local, shape, place.plain, want)
+                self.parts[key] = fetched(self, value.local, shape, place.plain, want)
             return self.parts[key]
         if not 0 <= tokens.dim < len(shape) or not self.equal(shape[tokens.dim], tokens.full):
             raise CannotShard(
@@ -371,44 +371,6 @@ class Forms(Nodes):
         if key not in self.parts:
             self.parts[key] = self.cut(self.partial_grad(value.full), shape, tokens)
         return self.parts[key]
-
-    def movable(self, have: Tokens, want: Tokens) -> bool:
-        """Whether tokens need only go to other ranks to be where ``want`` has them."""
-        have, want = have.plain, want.plain
-        return (
-            have.dim == want.dim
-            and not (have.is_sorted or want.is_sorted)
-            and same(have.length, want.length)
-            and same(have.outer, want.outer)
-            and same(have.inner, want.inner)
-        )
-
-    def ranges(self, node: fx.Node, tokens: Tokens, want: list[list[tuple[Size, Size]]]) -> fx.Node:
-        """The tokens of an old node's value that each rank wants: runs by begin and length."""
-        value = self.values[node]
-        if value.full is not None:
-            return joined.taken(self, self.partial_grad(value.full), tokens.dim, want[self.rank])
-        return self.fetched(value.local, self.shape_of(node), tokens, want)
-
-    def fetched(
-        self, local: fx.Node, shape: list[Size], tokens: Tokens, want: list[list[tuple[Size, Size]]]
-    ) -> fx.Node:
-        """Of a part of a tensor of ``shape``, the tokens that each rank wants instead: runs by
-        begin and length."""
-        have = [tokens.sequence.pieces(r) for r in range(self.size)]
-        dim, inner = tokens.dim, tokens.inner
-        if same(tokens.outer, 1):
-            have, want = (
-                [[(size_of(b * inner), size_of(n * inner)) for b, n in runs] for runs in x]
-                for x in (have, want)
-            )
-            return redistribute(self, local, dim, have, want)
-        part = [*shape[:dim], tokens.outer, tokens.sequence.lens[self.rank], inner]
-        x = self.call(_aten.reshape.default, local, self.shape([*part, *shape[dim + 1 :]]))
-        x = redistribute(self, x, dim + 1, have, want)
-        count = size_of(tokens.outer * sum(n for _, n in want[self.rank]) * inner)
-        part = [*shape[:dim], count, *shape[dim + 1 :]]
-        return self.call(_aten.reshape.default, x, self.shape(part))
 
     def cut(self, full: fx.Node, shape: list[Size], tokens: Tokens) -> fx.Node:
         self._check_order(tokens)
@@ -473,41 +435,3 @@ class Forms(Nodes):
         return self.call(
             _ours.all_reduce.default, local, "replicated", self.rank, self.size, self.name
         )
-
-
-def placed(walk, node: fx.Node, values: list[Value]) -> Tokens | None:
-    """The tokens of a full value: in the only dimension whose length is a known sequence's, or
-    differs from it by a constant (shifted ids, a mask, an arange)."""
-    dims = []
-    for dim, n in enumerate(walk.shape_of(node)):
-        if isinstance(n, int):
-            # A constant size may be equal by chance: an operand's tokens must be in this dimension.
-            if any(isinstance(v.tokens, Tokens) and _only(walk, node, v, dim) for v in values):
-                dims.append((dim, n))
-        elif any(same(n, x) for x in walk.lengths) or (
-            values and any(difference(n, x) is not None for x in walk.lengths)
-        ):
-            dims.append((dim, n))
-    if len(dims) != 1:
-        return None
-    dim, length = dims[0]
-    return Tokens(dim, length, walk.sequence(length))
-
-
-def _only(walk, node: fx.Node, operand: Value, dim: int) -> bool:
-    """Whether a result's shape differs from an operand's in the number of tokens only."""
-    shape, before = walk.shape_of(node), list(walk.env[operand.full].shape)
-    if operand.tokens.dim != dim or len(before) != len(shape) or not operand.tokens.alone:
-        return False
-    return shape[dim] > 1 and all(
-        same(size_of(a), b) for d, (a, b) in enumerate(zip(before, shape, strict=True)) if d != dim
-    )
-
-
-def of_pairs(walk, node: fx.Node) -> bool:
-    """Whether two dimensions hold tokens, as in a mask. Every rank has such a value in full, if it
-    has the operands in full."""
-    if not is_tensor(node.meta["val"]):
-        return False  # several results
-    shape = walk.shape_of(node)
-    return sum(any(same(n, x) for x in walk.lengths) for n in shape if n != 1) > 1

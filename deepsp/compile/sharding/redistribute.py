@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from deepsp.compile.sharding import joined
 from deepsp.compile.sharding.report import CannotShard
-from deepsp.compile.sharding.tokens import Size, product, size_of
+from deepsp.compile.sharding.tokens import Size, Tokens, product, same, size_of
 
 _aten, _ours = torch.ops.aten, torch.ops.deepsp
 
@@ -24,6 +25,44 @@ class Block:
     source: int  # the rank
     start: Size  # in its part
     length: Size
+
+
+def movable(have: Tokens, want: Tokens) -> bool:
+    """Whether tokens need only go to other ranks to be where ``want`` has them."""
+    have, want = have.plain, want.plain
+    return (
+        have.dim == want.dim
+        and not (have.is_sorted or want.is_sorted)
+        and same(have.length, want.length)
+        and same(have.outer, want.outer)
+        and same(have.inner, want.inner)
+    )
+
+
+def ranges(graph, node: fx.Node, tokens: Tokens, want: list[Runs]) -> fx.Node:
+    """The tokens of an old node's value that each rank wants."""
+    value = graph.values[node]
+    if value.full is not None:
+        return joined.taken(graph, graph.partial_grad(value.full), tokens.dim, want[graph.rank])
+    return fetched(graph, value.local, graph.shape_of(node), tokens, want)
+
+
+def fetched(graph, local: fx.Node, shape: list[Size], tokens: Tokens, want: list[Runs]) -> fx.Node:
+    """Of a part of a tensor of ``shape``, the tokens that each rank wants instead."""
+    have = [tokens.sequence.pieces(r) for r in range(graph.size)]
+    dim, inner = tokens.dim, tokens.inner
+    if same(tokens.outer, 1):
+        have, want = (
+            [[(size_of(b * inner), size_of(n * inner)) for b, n in runs] for runs in x]
+            for x in (have, want)
+        )
+        return redistribute(graph, local, dim, have, want)
+    part = [*shape[:dim], tokens.outer, tokens.sequence.lens[graph.rank], inner]
+    x = graph.call(_aten.reshape.default, local, graph.shape([*part, *shape[dim + 1 :]]))
+    x = redistribute(graph, x, dim + 1, have, want)
+    count = size_of(tokens.outer * sum(n for _, n in want[graph.rank]) * inner)
+    part = [*shape[:dim], count, *shape[dim + 1 :]]
+    return graph.call(_aten.reshape.default, x, graph.shape(part))
 
 
 def redistribute(graph, local: fx.Node, dim: int, have: list[Runs], want: list[Runs]) -> fx.Node:

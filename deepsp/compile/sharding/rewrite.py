@@ -38,14 +38,12 @@ from deepsp.compile.sharding.forms import (
     is_differentiated,
     is_random,
     is_tensor,
-    of_pairs,
-    placed,
 )
-from deepsp.compile.sharding.normalize import COND, normalize, storage_of
+from deepsp.compile.sharding.normalize import COND, normalize
 from deepsp.compile.sharding.report import CannotShard, Report, places
-from deepsp.compile.sharding.tokens import Tokens, same, size_of
+from deepsp.compile.sharding.tokens import Tokens, difference, same, size_of
 from deepsp.compile.sharding.watch import break_of
-from deepsp.placement import functional
+from deepsp.compile.sharding.writes import write
 
 _aten = torch.ops.aten
 
@@ -179,7 +177,7 @@ class Rewriter(Forms):
         if not any(is_tensor(x) for x in leaves):
             return self._plain(node)
         if getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable:
-            return _write(self, node)
+            return write(self, node)
         self.values[node] = self.visit_op(node, node.target)
 
     def _size(self, node: fx.Node, value) -> None:
@@ -276,7 +274,7 @@ class Rewriter(Forms):
             self.report.note(node, call.decision or "Replicate")
             return Value(local, of_parameter=True, of_data=True)
         self._check(node, local, tokens)
-        if only_mine or (all(flags.values()) and not of_pairs(self, node)):
+        if only_mine or (all(flags.values()) and not _of_pairs(self, node)):
             self.report.note(node, call.decision or places(tokens))
             self.worked.add(local)
             return Value(None, local, tokens, **flags)
@@ -290,7 +288,7 @@ class Rewriter(Forms):
             self.repeated[full] = node
         tokens = None
         if (flags["of_data"] or not values) and is_tensor(node.meta["val"]):
-            tokens = placed(self, node, values)
+            tokens = _placed(self, node, values)
         if tokens is None:
             return Value(full, **flags)
         local = self.cut(self.partial_grad(full), self.shape_of(node), tokens)
@@ -394,48 +392,39 @@ def _is_impure(node: fx.Node) -> bool:
     )
 
 
-def _write(walk, node: fx.Node) -> None:
-    """A write in place. Where the tensor is local, it is done out of place, if it has no views."""
-    target = node.args[0]
-    aliases = _aliases(walk, target)
-    if all(walk.values[n].full is not None for n in (*aliases, *node.all_input_nodes)):
-        touched = [walk.env[walk.values[n].full] for n in node.all_input_nodes]
-        differentiated = any(is_differentiated(x) for x in touched)
-        if differentiated and torch.is_grad_enabled():
-            raise CannotShard(
-                "it writes into a tensor that requires grad; write x = x.op(...)", node
-            )
-        new = walk.emit_full(node, node.target)
-        if is_random(node.target):  # rank 0's numbers
-            new = walk.call(_aten.copy_.default, walk.values[target].full, new)
-        walk.values[node] = Value(new)
-        walk.parts.clear()
-        for n in (*aliases, node):  # their parts have changed
-            value, tokens = walk.values[n], walk.values[n].tokens
-            if isinstance(tokens, Tokens):
-                value.local = walk.cut(walk.partial_grad(value.full), walk.shape_of(n), tokens)
-        walk.values[node] = walk.values[target]
-        return
-    out_of_place = functional(node.target)
-    seen = [n for n in aliases if n is not target and _used_behind(n, node)]
-    if out_of_place is None or seen or target.op == "placeholder":
-        raise CannotShard("it writes into a tensor that shares memory with others", node)
-    source = node.args[1] if node.target is _aten.copy_.default else None
-    alike = source is not None and _like(node) == _like(source)
-    result = walk.values[source] if alike else walk.visit_op(node, out_of_place)
-    walk.values[node] = walk.values[target] = result
-    walk.rebound.add(target)
-    walk.collected = {key: new for key, new in walk.collected.items() if key[0] is not target}
+def _placed(walk, node: fx.Node, values: list[Value]) -> Tokens | None:
+    """The tokens of a full value: in the only dimension whose length is a known sequence's, or
+    differs from it by a constant (shifted ids, a mask, an arange)."""
+    dims = []
+    for dim, n in enumerate(walk.shape_of(node)):
+        if isinstance(n, int):
+            # A constant size may be equal by chance: an operand's tokens must be in this dimension.
+            if any(isinstance(v.tokens, Tokens) and _only(walk, node, v, dim) for v in values):
+                dims.append((dim, n))
+        elif any(same(n, x) for x in walk.lengths) or (
+            values and any(difference(n, x) is not None for x in walk.lengths)
+        ):
+            dims.append((dim, n))
+    if len(dims) != 1:
+        return None
+    dim, length = dims[0]
+    return Tokens(dim, length, walk.sequence(length))
 
 
-def _like(node: fx.Node) -> tuple:
-    return node.meta["val"].shape, node.meta["val"].dtype
+def _only(walk, node: fx.Node, operand: Value, dim: int) -> bool:
+    """Whether a result's shape differs from an operand's in the number of tokens only."""
+    shape, before = walk.shape_of(node), list(walk.env[operand.full].shape)
+    if operand.tokens.dim != dim or len(before) != len(shape) or not operand.tokens.alone:
+        return False
+    return shape[dim] > 1 and all(
+        same(size_of(a), b) for d, (a, b) in enumerate(zip(before, shape, strict=True)) if d != dim
+    )
 
 
-def _aliases(walk, node: fx.Node) -> list[fx.Node]:
-    storage = storage_of(node)
-    return [n for n in walk.values if storage_of(n) == storage]
-
-
-def _used_behind(node: fx.Node, behind: fx.Node) -> bool:
-    return any(behind < user for user in node.users)
+def _of_pairs(walk, node: fx.Node) -> bool:
+    """Whether two dimensions hold tokens, as in a mask. Every rank has such a value in full, if it
+    has the operands in full."""
+    if not is_tensor(node.meta["val"]):
+        return False  # several results
+    shape = walk.shape_of(node)
+    return sum(any(same(n, x) for x in walk.lengths) for n in shape if n != 1) > 1

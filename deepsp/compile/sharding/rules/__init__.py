@@ -30,6 +30,7 @@ from torch import fx
 
 from deepsp import placement
 from deepsp.compile.sharding.forms import has_tensor
+from deepsp.compile.sharding.redistribute import movable
 from deepsp.compile.sharding.report import CannotShard
 from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, symbols_of
 from deepsp.placement import SUM, Row
@@ -348,7 +349,7 @@ def _want(call: Call, node: fx.Node, place, tokens: Tokens, rule: placement.Rule
     if call.is_fixed(node) and isinstance(have, Tokens):
         if wanted is not None and have.dim == place:
             if have.plain != wanted.plain:
-                if not call.graph.movable(have, wanted):
+                if not movable(have, wanted):
                     call.refuse(SHIFTED)
                 call.decision = "tokens moved between ranks"
         elif not rule.why or node in call.gathers:
@@ -357,7 +358,7 @@ def _want(call: Call, node: fx.Node, place, tokens: Tokens, rule: placement.Rule
             return call.gather(node, wanted)
         else:
             call.refuse(f"{node.name}, an argument that must be replicated, is sharded")
-    if wanted is not None and not same(call.shape(node)[place], tokens.full):
+    if wanted is not None and not call.graph.equal(call.shape(node)[place], tokens.full):
         call.refuse(
             f"expected {node.name} to have {tokens.full} tokens in dimension {place}, got "
             f"{call.shape(node)[place]}"

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from deepsp.compile.sharding import joined
-from deepsp.compile.sharding.rules import OUTERMOST, Call, by_rows, rule
+from deepsp.compile.sharding.rules import OUTERMOST, Call, by_rows, overloads, rule
 from deepsp.compile.sharding.rules.reductions import log_softmax
 from deepsp.compile.sharding.tokens import JOINED, Tokens, same
 from deepsp.sequence.attention import parts
@@ -26,8 +26,9 @@ def attention(call: Call) -> Tokens:
     call.graph.attended |= {k, v}
     if of_k != of_v and call.graph.values[k].full is None:
         call.refuse("key and value are sharded along different dimensions or sequences")
-    if of_q is not None and of_q.dim < ndim - 2:
+    if (of_q is not None and of_q.dim < ndim - 2) or not (of_q or of_k or of_v):
         return by_rows(call)
+    of_k = of_k or of_v
     for tokens, x in ((of_q, q), (of_k, k)):
         if tokens is not None and (tokens.dim != len(call.shape(x)) - 2 or not tokens.is_whole):
             call.refuse(
@@ -253,3 +254,50 @@ def _cross(call: Call, q, k, v, mask, of_q: Tokens, of_k: Tokens) -> fx.Node:
     out = graph.call(aten.transpose.int, out, 1, 2)
     out = graph.call(ours.heads_to_seq.default, [out], [heads], graph.lens(of_q), *where)
     return _back(call, graph.call(operator.getitem, out, 0))
+
+
+@rule(*overloads("_varlen_attn", "torch_attn"))
+def varlen(call: Call) -> list[Tokens | None]:
+    """``torch.nn.attention.varlen``: [rows * tokens, heads, head_dim], in documents whose borders
+    every rank has: each rank computes all tokens of some heads."""
+    graph, node = call.graph, call.node
+    q, k, v = (call[name] for name in ("query", "key", "value"))
+    tokens = call.tokens(q)
+    if tokens is None or tokens.dim or tokens.order or not same(tokens.inner, 1):
+        call.refuse("expected tokens in the first dimension of its query, in their order")
+    if any(not call.is_fixed(x) or call.tokens(x) != tokens for x in (k, v)):
+        call.refuse("its query, key and value are of different sequences")
+    for name in ("cu_seq_q", "cu_seq_k", "seqused_k", "block_table"):
+        if call[name] is not None and call.is_fixed(call[name]):
+            call.refuse(f"expected {name} to be computed from inputs, got one of sharded tokens")
+    if any(user.args[1] and user.users for user in node.users):
+        call.refuse("it returns the logarithms of its sums; leave return_aux out")
+    heads, kv_heads = (call.shape(x)[1] for x in (q, k))
+    where = (graph.rank, graph.name)
+    lens, rows = graph.lens(tokens), tokens.outer
+
+    def lower():
+        sizes = [[rows, tokens.sequence.lens[graph.rank], *call.shape(x)[1:]] for x in (q, k, v)]
+        local = [
+            graph.call(aten.reshape.default, call.operand(x), graph.shape(size))
+            for x, size in zip((q, k, v), sizes, strict=True)
+        ]
+        every = graph.call(ours.seq_to_heads.default, local, lens, *where)
+        q_, k_, v_ = (graph.item(every, i) for i in range(3))
+        of_cell = heads, kv_heads, graph.size, graph.rank
+        k_, v_ = (graph.call(ours._kv_of_cell.default, [x], *of_cell) for x in (k_, v_))
+        flat = [graph.call(aten.flatten.using_ints, x, 0, 1) for x in (q_, k_, v_)]
+        out = call.replaced(**dict(zip(("query", "key", "value"), flat, strict=True)))
+        begin, end, _, _ = ours.head_split(*of_cell)
+        size = [rows, tokens.length, end - begin, call.shape(q)[2]]
+        out = graph.call(aten.reshape.default, graph.item(out, 0), graph.shape(size))
+        out = graph.item(graph.call(ours.heads_to_seq.default, [out], [heads], lens, *where), 0)
+        out = graph.call(aten.flatten.using_ints, out, 0, 1)
+        unread = [
+            graph.call(aten.empty.memory_format, graph.shape(x.shape), dtype=x.dtype)
+            for x in node.meta["val"][1:]
+        ]
+        return graph.call(tuple, [out, *unread])
+
+    call.lower, call.decision = lower, "distributed attention within documents"
+    return [tokens, None, None]

@@ -120,30 +120,38 @@ def _extreme(call: Call, local: fx.Node, tokens: Tokens, dims: list[int], most: 
 
 @along_tokens("linalg_vector_norm norm")
 def norm(call: Call, tokens: Tokens) -> None:
-    """The norm of the ranks' norms; its gradient at zero is zero, as that of the op."""
+    """A root of the sum of the ranks' powers."""
     x, graph, dims = call.node.args[0], call.graph, reduced(call)
     order = call["ord"] if "ord" in call.named else call["p"]
     order = 2 if order is None else order
-    if order == 0:
-        call.refuse("it counts tokens; use x.count_nonzero(dim)")
+    if order < 1 and order != -torch.inf:
+        call.refuse(f"expected a norm of order 1 or more, got {order}; for 0, x.count_nonzero(dim)")
 
     def lower():
         wide = widened(call.node.meta["val"].dtype)
         local = graph.call(aten.to.dtype, call.operand(x), wide)
-        if abs(order) == float("inf"):
+        if order != 2:
             local = graph.call(aten.abs.default, local)
+        if abs(order) == torch.inf:
             result = _extreme(call, local, tokens, dims, order > 0)
         else:
-            result = _norm(graph, local, order, dims, tokens.dim)
+            result = _norm(graph, local, order, dims)
         return _finished(call, result, dims)
 
-    call.lower, call.decision = lower, "of the ranks' norms"
+    call.lower, call.decision = lower, "over the tokens of all ranks"
 
 
-def _norm(graph, local: fx.Node, order, dims: list[int], dim: int) -> fx.Node:
-    norms = graph.call(aten.linalg_vector_norm.default, local, order, dims, True)
-    norms = of_each_rank(graph, norms, dim)
-    return graph.call(aten.linalg_vector_norm.default, norms, order, [dim], True)
+def _norm(graph, local: fx.Node, order, dims: list[int]) -> fx.Node:
+    """Its gradient is zero where it is zero, as that of the op."""
+    if order != 1:
+        local = graph.call(aten.pow.Tensor_Scalar, local, order)
+    total = graph.all_reduce(graph.call(aten.sum.dim_IntList, local, dims, True))
+    if order == 1:
+        return total
+    zero = graph.call(aten.eq.Scalar, total, 0)
+    root = graph.call(aten.masked_fill.Scalar, total, zero, 1)
+    root = graph.call(aten.pow.Tensor_Scalar, root, 1 / order)
+    return graph.call(aten.masked_fill.Scalar, root, zero, 0)
 
 
 @along_tokens("var std var_mean std_mean")
@@ -163,7 +171,7 @@ def variance(call: Call, tokens: Tokens) -> None:
         rest = graph.call(aten.sub.Tensor, local, graph.partial_grad(mean))
         size = graph.call(aten.sub.Scalar, _number(graph, count, mean), correction)
         if name.startswith("std"):  # whose gradient at zero is zero
-            spread = _norm(graph, rest, 2, dims, tokens.dim)
+            spread = _norm(graph, rest, 2, dims)
             size = graph.call(aten.sqrt.default, size)
         else:
             squares = graph.call(aten.mul.Tensor, rest, rest)

@@ -20,6 +20,7 @@ aten = torch.ops.aten
 ORDER, INVERSE, COUNTS, BLANK = "order", "inverse", "counts", "blank"
 _SAME = {aten.to.dtype, aten._to_copy.default, aten.clone.default, aten.detach.default}
 _DIVIDE = {aten.floor_divide.default, aten.floor_divide.Scalar}
+_DIVIDE |= {aten.div.Tensor_mode, aten.div.Scalar_mode}
 _BLANK = {aten.empty_like.default, aten.zeros_like.default}
 _ARGSORT = {aten.argsort.default, aten.argsort.stable}
 
@@ -77,7 +78,8 @@ def follow(call: Call) -> Tokens | None:
         return becomes(RankValue(BLANK, first.tokens))
     if kind == COUNTS and target is aten.cumsum.default:
         return becomes(first)
-    if kind == ORDER and target in _DIVIDE and isinstance(args[1], int):
+    mode = call["rounding_mode"] is not None or target._opname == "floor_divide"
+    if kind == ORDER and target in _DIVIDE and isinstance(args[1], int) and mode:
         return becomes(replace(first, group=first.group * args[1]))
     if kind == ORDER and target in _ARGSORT and first.group == 1:
         return becomes(RankValue(INVERSE, first.tokens))

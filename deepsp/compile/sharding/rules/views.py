@@ -9,6 +9,7 @@ import sympy
 import torch
 
 from deepsp.compile.sharding import joined
+from deepsp.compile.sharding.redistribute import ranges
 from deepsp.compile.sharding.rules import Call, along_tokens, by_rows, decomposed, refused, rule
 from deepsp.compile.sharding.tokens import (
     JOINED,
@@ -149,7 +150,7 @@ def _every(call: Call, x, tokens: Tokens, begin: Size) -> Tokens:
         for r, n in enumerate(sequence.lens)
     ]
     call.lower = lambda: graph.call(
-        aten.slice.Tensor, graph.ranges(x, tokens.plain, want), dim, 0, sys.maxsize, step
+        aten.slice.Tensor, ranges(graph, x, tokens.plain, want), dim, 0, sys.maxsize, step
     )
     call.decision = "tokens moved between ranks"
     return Tokens(dim, count, sequence)
@@ -187,7 +188,7 @@ def turned(call: Call, tokens: Tokens) -> Tokens:
         )
 
     def lower():
-        new = graph.ranges(x, tokens, want)
+        new = ranges(graph, x, tokens, want)
         if name == "flip":
             return graph.call(aten.flip.default, new, places)
         others = [(n, d) for n, d in zip(call["shifts"], places, strict=True) if d != dim]

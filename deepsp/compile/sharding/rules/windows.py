@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from deepsp.compile.sharding.redistribute import ranges
 from deepsp.compile.sharding.rules import Call, by_rows, overloads, refused, rule
 from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, quotient, same, size_of
 
@@ -70,7 +71,7 @@ def windows(
         pads.append((before, after))
 
     def lower() -> fx.Node:
-        new = graph.ranges(x, have, want)
+        new = ranges(graph, x, have, want)
         if pads[graph.rank] != (0, 0):
             sizes = [0] * (2 * (len(call.shape(x)) - 1 - dim)) + graph.shape(pads[graph.rank])
             new = graph.call(aten.constant_pad_nd.default, new, sizes, fill)
