@@ -87,6 +87,13 @@ def bilinear(op: Op) -> list[Row]:
     return sharded(range(len(op.shape(a)) - 1), [a, b])
 
 
+@rule("gru_cell lstm_cell rnn_tanh_cell rnn_relu_cell", "it mixes its features")
+def cell(op: Op) -> list[Row]:
+    """[rows, features] and states, each row alone."""
+    states = op["hx"] if isinstance(op["hx"], (list, tuple)) else [op["hx"]]
+    return row(0, (op["input"], 0), *((x, 0) for x in states))
+
+
 @rule("cdist", "it sums over the last dimension")
 def cdist(op: Op) -> list[Row]:
     """[..., P, M] and [..., R, M] to [..., P, R]."""

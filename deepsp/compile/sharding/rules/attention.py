@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from deepsp.compile.sharding import joined
+from deepsp.compile.sharding.redistribute import movable
 from deepsp.compile.sharding.rules import OUTERMOST, Call, by_rows, overloads, rule
 from deepsp.compile.sharding.rules.reductions import log_softmax
 from deepsp.compile.sharding.tokens import JOINED, Tokens, same
@@ -24,7 +25,11 @@ def attention(call: Call) -> Tokens:
     ndim = len(call.shape(q))
     of_q, of_k, of_v = (t and t.plain for t in map(call.tokens, (q, k, v)))
     call.graph.attended |= {k, v}
-    if of_k != of_v and call.graph.values[k].full is None:
+    if of_k and of_v and movable(of_k, of_v):
+        of_v = of_k
+    if of_q and of_k and movable(of_q, of_k):
+        of_k = of_v = of_q
+    if of_k != of_v and call.is_fixed(k):
         call.refuse("key and value are sharded along different dimensions or sequences")
     if (of_q is not None and of_q.dim < ndim - 2) or not (of_q or of_k or of_v):
         return by_rows(call)
@@ -44,8 +49,13 @@ def attention(call: Call) -> Tokens:
             f"expected the query to have 4 dimensions [batch, heads, tokens, head_dim], got {ndim}"
         )
     mask = call["attn_mask"]
-    if mask is not None and call.graph.values[mask].full is None:
-        return _by_keys(call, q, k, v, mask)
+    if mask is not None and call.is_fixed(mask):
+        shape, of_mask = call.shape(mask), call.tokens(mask).plain
+        if not movable(of_mask.at(0), of_k.at(0)) or of_mask.dim != len(shape) - 1:
+            return _by_keys(call, q, k, v, of_q)
+        call.gather(mask)  # a bias for each key, which keys make
+    elif mask is not None:
+        call.want(mask, None)
     if of_q.sequence != of_k.sequence and call["is_causal"]:
         call.refuse(_CAUSAL)
     if of_q.order == JOINED and call["is_causal"]:
@@ -54,6 +64,9 @@ def attention(call: Call) -> Tokens:
             "some, so causal attention is ambiguous; pass attn_mask"
         )
     pair = _distributed if of_q.sequence == of_k.sequence else _cross
+    heads = call.shape(q)[-3]
+    if pair is _cross and isinstance(heads, int) and heads < call.graph.size:
+        return _by_keys(call, q, k, v, of_q)
     call.lower = lambda: pair(call, q, k, v, mask, of_q, of_k)
     call.decision = "distributed attention"
     return of_q.at(ndim - 2)
@@ -74,22 +87,25 @@ def _to_full(call: Call, q, k, v) -> Tokens:
     return tokens
 
 
-def _by_keys(call: Call, q, k, v, mask) -> Tokens:
-    """A mask of which each rank has the rows of its queries: an indexer chose their keys. Queries
-    stay, and keys and values are gathered."""
-    of_mask, of_q = call.tokens(mask), call.tokens(q)
-    if of_mask.plain.at(of_q.dim) != of_q.plain or of_mask.dim != len(call.shape(mask)) - 2:
-        call.refuse(
-            f"expected its mask, {mask.name}, to be computed from replicated inputs, or to have "
-            "the tokens of the query in its second last dimension, got one computed from other "
-            "sharded tokens"
-        )
+def _by_keys(call: Call, q, k, v, of_q: Tokens) -> Tokens:
+    """Queries stay, and keys and values are gathered: of a mask, each rank has the rows of its
+    queries, whose keys an indexer chose, or there are fewer heads than ranks."""
+    mask = call["attn_mask"]
+    if mask is not None:
+        shape, dim = call.shape(mask), len(call.shape(mask)) - 2
+        of_mask = None if dim < 0 or same(shape[dim], 1) else of_q.at(dim)
+        if call.is_fixed(mask) and not (of_mask and movable(call.tokens(mask), of_mask)):
+            call.refuse(
+                f"expected its mask, {mask.name}, to be computed from replicated inputs, or to "
+                "have the tokens of the query in its second last dimension, got one computed from "
+                "other sharded tokens"
+            )
+        call.want(mask, of_mask)
     if call["dropout_p"]:
-        call.refuse("each rank has the mask of its queries, and all would drop the same weights")
-    call.gather(k)
-    call.gather(v)
-    call.want(mask, of_mask)
-    call.decision = "keys and values of all ranks, for a mask of this rank's queries"
+        call.refuse("each rank has its queries' weights, and all would drop the same ones")
+    for x in (k, v):
+        call.gather(x) if call.is_fixed(x) else call.want(x, None)
+    call.decision = "keys and values of all ranks, for this rank's queries"
     return of_q
 
 
@@ -182,7 +198,7 @@ def _mask(call: Call, mask, of_q: Tokens, of_k: Tokens):
     """The full mask, in the order of the ranks' tokens."""
     if mask is None:
         return None
-    x, shape = call.graph.for_part(mask), call.shape(mask)
+    x, shape = call.operand(mask), call.shape(mask)
     for tokens, dim in ((of_q, len(shape) - 2), (of_k, len(shape) - 1)):
         if tokens.sequence.joined and dim >= 0 and not same(shape[dim], 1):
             x = joined.by_rank(call.graph, x, dim, tokens.sequence)

@@ -11,7 +11,7 @@ from deepsp.placement import SUM, Row
 
 aten = torch.ops.aten
 
-refused("lstm gru rnn_tanh rnn_relu lstm_cell", "its recurrence goes from token to token")
+refused("lstm gru rnn_tanh rnn_relu", "its recurrence goes from token to token")
 refused("cov corrcoef", "it sums over tokens, and there is no rule for that")
 
 

@@ -93,6 +93,7 @@ def squeeze(call: Call) -> Tokens:
 
 def window(call: Call, x, tokens: Tokens, begin, end):
     """This rank's tokens between ``begin`` and ``end``: where they are, and their nodes."""
+    tokens = tokens.plain
     if not tokens.alone:
         call.refuse("it selects tokens of a sequence that was merged with another dimension")
     sequence, before = call.window(tokens.sequence, begin, end)

@@ -10,7 +10,8 @@ from torch import fx
 
 from deepsp.compile.sharding.redistribute import ranges
 from deepsp.compile.sharding.rules import Call, by_rows, overloads, refused, rule
-from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, quotient, same, size_of
+from deepsp.compile.sharding.rules.reductions import widened
+from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, product, quotient, same, size_of
 
 aten = torch.ops.aten
 
@@ -210,3 +211,78 @@ def unfold(call: Call) -> Tokens:
     new, taken = windows(call, tokens, call["size"], call["step"])
     call.lower = lambda: _finish(call, new, call.replaced(self=taken()))
     return new
+
+
+@rule(aten.im2col.default)
+def im2col(call: Call) -> Tokens:
+    """[B, C, height, width] -> [B, C * window, windows]: rows of windows."""
+    tokens = call.one_of()
+    if tokens.dim != 2:
+        return by_rows(call, [])
+    sizes = [call[name][0] for name in ("kernel_size", "stride", "padding", "dilation")]
+    high, wide = (
+        (
+            call.shape(call.node.args[0])[2 + d]
+            + 2 * call["padding"][d]
+            - call["dilation"][d] * (call["kernel_size"][d] - 1)
+            - 1
+        )
+        // call["stride"][d]
+        + 1
+        for d in range(2)
+    )
+    new, taken = windows(call, tokens, *sizes, count=high)
+
+    def lower():
+        padding = [0, call["padding"][1]]
+        out = call.replaced(self=taken(), padding=padding)
+        if same(new.sequence.lens[call.graph.rank], 0):
+            out = call.graph.call(aten.narrow.default, out, 2, 0, 0)
+        return out
+
+    call.lower = lower
+    return replace(new, inner=size_of(wide))
+
+
+@rule(aten.batch_norm.default)
+def batch_norm(call: Call) -> Tokens:
+    """In training, means and variances are those of all ranks' tokens, as in SyncBatchNorm."""
+    x, tokens, graph = call["input"], call.one_of(), call.graph
+    if not call["training"] or tokens.dim == 1:
+        return by_rows(call)
+    call.only(x)
+    shape = call.shape(x)
+    dims = [d for d in range(len(shape)) if d != 1]
+    count = product(shape[d] for d in dims)
+
+    def over(y):
+        y = graph.call(aten.sum.dim_IntList, y, dims, True)
+        return graph.call(aten.div.Scalar, graph.all_reduce(y), graph.int_(count))
+
+    def lower():
+        local = graph.call(aten.to.dtype, call.operand(x), widened(call.node.meta["val"].dtype))
+        mean = over(local)
+        rest = graph.call(aten.sub.Tensor, local, graph.partial_grad(mean))
+        spread = over(graph.call(aten.mul.Tensor, rest, rest))
+        for name, now in (("running_mean", mean), ("running_var", spread)):
+            if call[name] is not None:
+                now = graph.call(aten.flatten.using_ints, graph.call(aten.detach.default, now))
+                if name == "running_var":  # without bias
+                    now = graph.call(aten.mul.Scalar, now, graph.int_(count))
+                    now = graph.call(aten.div.Scalar, now, graph.int_(size_of(count - 1)))
+                old = graph.full(call[name])
+                new = graph.call(aten.mul.Scalar, old, 1 - call["momentum"])
+                now = graph.call(aten.mul.Scalar, now, call["momentum"])
+                graph.call(aten.copy_.default, old, graph.call(aten.add.Tensor, new, now))
+        scale = graph.call(aten.add.Scalar, spread, call["eps"])
+        scale = graph.partial_grad(graph.call(aten.rsqrt.default, scale))
+        out = graph.call(aten.mul.Tensor, rest, scale)
+        each = [1, shape[1], *[1] * (len(shape) - 2)]
+        for op, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
+            if call[name] is not None:
+                y = graph.call(aten.view.default, call.operand(call[name]), graph.shape(each))
+                out = graph.call(op, out, y)
+        return graph.call(aten.to.dtype, out, call.node.meta["val"].dtype)
+
+    call.lower, call.decision = lower, "statistics of all ranks' tokens"
+    return tokens
