@@ -431,6 +431,8 @@ TORCH_LIBRARY(deepsp, m) {
       pure);
   // The tensor itself; its gradient times scale. Composite.
   m.def("_scale_gradient(Tensor(a) input, float scale) -> Tensor(a)", pure);
+  // A copy. In a graph that the compile pass shards, every rank gets the full tensor. Composite.
+  m.def("replicated(Tensor input) -> Tensor", pure);
 
   // --- sharded weights
 

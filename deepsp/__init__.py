@@ -12,7 +12,7 @@ import deepsp.sequence.attention  # noqa: F401
 from deepsp import collectives
 from deepsp._built_for import VERSION as __version__  # noqa: F401
 from deepsp.collectives import sum_over_ranks
-from deepsp.compile.sharding.inputs import prepare_inputs
+from deepsp.compile.sharding.inputs import prepare_inputs, replicated
 from deepsp.data.deal_batch import deal_batch
 from deepsp.data.documents import Deal, deal_documents
 from deepsp.data.loader import SequenceLoader
@@ -81,6 +81,7 @@ __all__ = [
     "previous_tokens_start",
     "prove",
     "register_shard_method",
+    "replicated",
     "seq_to_heads",
     "seq_to_heads_start",
     "shard",

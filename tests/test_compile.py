@@ -78,7 +78,7 @@ def _opcheck(name):
      "backend:gather_cast_coalesced", "backend:_gather_cast_coalesced_wait",
      "backend:_reduce_scatter_cast_coalesced", "backend:_reduce_scatter_cast_coalesced_start",
      "gather_cast_float8", "_gather_cast_float8_coalesced", "gather_through_float8",
-     "replicate_start", "replicate_wait", "_scale_gradient",
+     "replicate_start", "replicate_wait", "_scale_gradient", "replicated",
      "linear_cross_entropy", "_linear_cross_entropy_gradients", "token_log_probs",
      "_token_log_probs_backward", "linear_kl", "_linear_kl_gradients",
      "cut:seq_to_heads_start", "cut:seq_to_heads_wait", "cut:heads_to_seq_start",

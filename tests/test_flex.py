@@ -273,7 +273,7 @@ def _refused():
         (made_of_tokens, "computed from replicated inputs, got mean.*, which is sharded"),
         (heads_as_tokens, r"of shape \[batch, heads, tokens, head_dim\], got its tokens in"),
     ):
-        ids = deepsp.prepare_inputs(torch.randint(0, VOCAB, (2, 12)))
+        (ids,) = deepsp.prepare_inputs(torch.randint(0, VOCAB, (2, 12)))
         with pytest.raises(Exception) as caught:
             torch.compile(function, backend="deepsp", fullgraph=True)(ids)
         text = str(caught.value)

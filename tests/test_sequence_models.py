@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from constructs import CONSTRUCTS, Construct
 from lockstep import BACKEND, alone, compare, on_two_and_three
-from ordinary import ORDINARY, Encoder, Lost, Mixing, Ordinary, Sorted, SortedRows
+from ordinary import ORDINARY, Encoder, Lost, Ordinary, Sorted, SortedRows
 from zoo import (
     EQUAL_CASES,
     MODELS,
@@ -77,6 +78,11 @@ def test_equal(case):
     on_two_and_three(make)
 
 
+@pytest.mark.parametrize("case", CONSTRUCTS)
+def test_constructs(case):
+    on_two_and_three(lambda: Construct(case))
+
+
 @pytest.mark.parametrize("case, length, ranks", [("convolutions", 5, 6), ("cumulative", 2, 3)])
 def test_short_sequences(case, length, ranks):
     """Fewer tokens than a convolution looks back over, and ranks without any."""
@@ -97,7 +103,6 @@ def test_transformer_encoder():
     "model, message",
     [
         (Lost, "nothing in this graph would be sharded"),
-        (Mixing, "cumprod.*depends on elements"),
         (Sorted, "sorted its own tokens"),
         (SortedRows, "sorted its own tokens"),
     ],

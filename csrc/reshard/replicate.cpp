@@ -136,12 +136,17 @@ at::Tensor scale_gradient(const at::Tensor& input, double scale) {
   return ScaleGradient::apply(input, scale);
 }
 
+at::Tensor replicated(const at::Tensor& input) {
+  return input.clone();
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   m.impl("replicate_start", replicate_start);
   m.impl("replicate_wait", replicate_wait);
   m.impl("_scale_gradient", scale_gradient);
+  m.impl("replicated", replicated);
 }
 
 }  // namespace deepsp

@@ -182,6 +182,7 @@ def arguments(kind):
             "replicate_start": ([leaf(3, 4), leaf(5)], rank, size, group),
             "replicate_wait": ([leaf(3, 4), leaf(5)], leaf(17), rank, size, group),
             "_scale_gradient": (leaf(3, 4), 2.0),
+            "replicated": (leaf(3, 4),),
             "linear_cross_entropy": (x, weights[1], biases[1], labels, -100, 0.1, 3, 3.0),
             "_linear_cross_entropy_gradients": (
                 *(x.detach(), weights[1].detach(), biases[1].detach(), labels),

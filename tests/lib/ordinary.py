@@ -321,12 +321,6 @@ class Backward(torch.autograd.Function):
         return gradient.cumprod(1)
 
 
-class Mixing(LM):
-    def forward(self, ids, labels):
-        x = Backward.apply(self.embed(ids))
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
 class Sorted(LM):
     """An order that each rank has for itself, used for something else than experts."""
 

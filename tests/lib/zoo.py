@@ -375,12 +375,6 @@ class Case(LM):
     def short_index(self, x, ids, labels):
         return x.gather(2, torch.zeros(2, 6, 3, dtype=torch.long)).sum()
 
-    def written_and_used(self, x, ids, labels):
-        t = self.p * 2
-        u = t.to(torch.float32)
-        t.mul_(3)
-        return self.loss(x + u, labels)
-
     def counts(self, x, ids, labels):
         return self.loss(self.counted(ids % 3), labels)
 
@@ -406,81 +400,76 @@ REFUSED_CASES = {
     "channels_dropped": "feature_dropout.*drops channels",
     "broadcast_loss": "poisson_nll_loss.*expand them",
     "short_index": "gather.*expected .* tokens in dimension 1",
-    "written_and_used": "mul_.*writes into a tensor that requires grad",
     "counts": "embedding.*scale_grad_by_freq",
 }
 
 
 class Changed(LM):
-    """Refused: something that isn't the same on a part of the tokens."""
+    """Refused: what depends on all tokens in ways that the pass doesn't know."""
 
     def __init__(self, change):
         super().__init__()
         self.change = change
-        self.conv = nn.Conv1d(DIM, DIM, 3, padding=1, groups=DIM)
-        self.norm1d = nn.BatchNorm1d(DIM)
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
 
     def forward(self, ids, labels):
         x = getattr(self, self.change)(self.embed(ids))
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
-    def depthwise(self, x):
-        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+    def circular(self, x):
+        return F.pad(x.mT, (2, 0), mode="circular")[..., :-2].mT
 
-    def padded(self, x):
-        return F.conv1d(F.pad(x.transpose(1, 2), (1, 1)), self.conv.weight, groups=DIM).mT
+    def reflected(self, x):
+        return F.pad(x.mT, (2, 0), mode="reflect")[..., :-2].mT
 
-    def same_padding(self, x):
-        return F.conv1d(x.transpose(1, 2), self.conv.weight, groups=DIM, padding="same").mT
+    def linearly_interpolated(self, x):
+        return F.interpolate(x.mT, scale_factor=2, mode="linear")[..., ::2].mT
 
-    def cut_on_both_sides(self, x):
-        return x + F.conv1d(x.mT, self.conv.weight, groups=DIM, padding=2)[..., 1:-1].mT
+    def pooled_unevenly(self, x):
+        return x + F.adaptive_avg_pool1d(x.mT, 5).mT.repeat(1, 3, 1)[:, : x.size(1)]
 
-    def strided(self, x):
-        y = F.conv1d(x.mT, self.conv.weight, groups=DIM, padding=2, stride=2)
-        return y.repeat_interleave(2, 2)[..., : x.size(1)].mT
+    def einsum_of_diagonals(self, x):
+        return x * torch.einsum("bss->bs", x @ x.mT)[..., None]
 
-    def scan(self, x):  # h[t] = a[t] h[t - 1] + x[t], as state-space models have it
-        decay = torch.sigmoid(x).cumprod(1)
-        return decay * (x / decay).cumsum(1)
+    def experts_by_nonzero(self, x):
+        flat = x.flatten(0, 1)
+        out, chosen = torch.zeros_like(flat), flat[:, :2].argmax(-1)
+        for n, expert in enumerate(self.experts):
+            at = (chosen == n).nonzero().squeeze(1)
+            out = out.index_add(0, at, expert(flat[at]))
+        return out.view_as(x)
 
-    def batch(self, x):
-        return self.norm1d(x.transpose(1, 2)).transpose(1, 2)
+    def experts_by_where(self, x):
+        flat = x.flatten(0, 1)
+        out, chosen = torch.zeros_like(flat), flat[:, :2].argmax(-1)
+        for n, expert in enumerate(self.experts):
+            at = torch.where(chosen == n)[0]
+            out[at] = expert(flat[at])
+        return out.view_as(x)
 
-    def rolled(self, x):
-        return x + x.roll(1, 1)
+    def experts_by_mask(self, x):
+        out, chosen = torch.zeros_like(x), x[..., :2].argmax(-1)
+        for n, expert in enumerate(self.experts):
+            out[chosen == n] = expert(x[chosen == n])
+        return out
 
-    def shifted(self, x):
-        return torch.cat([x[:, 1:] - x[:, :-1], x[:, :1]], 1)
-
-    def differences(self, x):
-        return F.pad(x[:, 1:] - x[:, :-1], (0, 0, 1, 0))
-
-    def sorted_(self, x):
-        return x.sort(1).values
-
-    def halves(self, x):
-        return x.reshape(x.size(0), 2, -1, x.size(2)).flip(2).reshape(x.shape)
-
-    def every_second(self, x):
-        return x[:, ::2].repeat_interleave(2, 1)[:, : x.size(1)]
+    def relative_shift(self, x):
+        scores = x @ x.mT
+        merged = F.pad(scores, (1, 0)).view(x.size(0), -1, x.size(1))[:, 1:]
+        return x + merged.reshape(scores.shape) @ x
 
 
 # The method, and what the message must say of it.
 REFUSED = {
-    "depthwise": "conv1d.*tokens after each one's own.*pad before the sequence only",
-    "padded": "conv1d.*tokens after each one's own.*pad before the sequence only",
-    "same_padding": "conv1d.*tokens after each one's own.*pad before the sequence only",
-    "cut_on_both_sides": "add.*different positions",
-    "strided": "conv1d.*borders",
-    "batch": "batch_norm.*statistics",
-    "rolled": "roll.*moves elements",
-    "shifted": "cat|sub",
-    "differences": "sub.*different positions",
-    "sorted_": "sort",
-    "halves": "reshape.*splits the sequence",
-    "every_second": "slice.*got 2",
-    "scan": "cumprod.*depends on elements",
+    "circular": "pad.*adds elements",
+    "reflected": "pad.*adds elements",
+    "linearly_interpolated": "_unsafe_index.*no rule",
+    "pooled_unevenly": "windows of different sizes; pass a divisor",
+    "einsum_of_diagonals": "einsum.*each letter once.*got 'bss'; take the diagonal",
+    "experts_by_nonzero": "nonzero.*depends on",
+    "experts_by_where": "depends on data",
+    "experts_by_mask": "index.*depends on a mask",
+    "relative_shift": "view.*splits the sequence.*deepsp.replicated",
 }
 
 

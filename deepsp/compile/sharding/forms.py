@@ -11,6 +11,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._sympy.interp import sympy_interp
@@ -142,7 +143,13 @@ class Nodes:
         """Whether a relation of sizes holds. This guards the graph: it is for such sizes only."""
         if isinstance(relation, bool) or relation in (sympy.true, sympy.false):
             return bool(relation)
-        return bool(self.mode.shape_env.evaluate_expr(relation))
+        try:
+            return bool(self.mode.shape_env.evaluate_expr(relation))
+        except GuardOnDataDependentSymNode as error:
+            raise CannotShard(
+                f"a number of elements depends on data: whether {relation} isn't known before",
+                self.current,
+            ) from error
 
     def equal(self, a: Size, b: Size) -> bool:
         """Whether two sizes are equal. May add a guard, so ask only if they should be."""

@@ -45,8 +45,8 @@ def prepare_inputs(
         group: the sequence group; used with ``sharded_inputs`` only.
 
     Returns:
-        The given tensors, in the order of the arguments (a single one without a tuple), or the
-        dict: marked, unless they were gathered.
+        A tuple of the given tensors, in the order of the arguments, or the dict: marked, unless
+        they were gathered.
 
     Raises:
         ValueError: a tensor lacks the dimension or has another length; with ``sharded_inputs``, the
@@ -85,8 +85,23 @@ def prepare_inputs(
         _mark(batch[name], name, dim)
     if isinstance(input_ids, Mapping):
         return batch
-    tensors = tuple(x for x in batch.values() if x is not None)
-    return tensors if len(tensors) > 1 else tensors[0]
+    return tuple(x for x in batch.values() if x is not None)
+
+
+def replicated(x: Tensor) -> Tensor:
+    """In a model for the compile pass: every rank gets all tokens of ``x``, and computes what
+    follows of it in full, until it is combined with sharded tensors again.
+
+    For code that the pass can't shard. It costs the memory and the work of one process, for this
+    part of the model. In other code, it copies ``x``.
+
+    Args:
+        x: any tensor, of any dtype.
+
+    Returns:
+        A copy of ``x``, with the same shape and dtype.
+    """
+    return torch.ops.deepsp.replicated(x)
 
 
 def _check_lengths(batch: Mapping[str, Any], dims: dict[str, int]) -> None:

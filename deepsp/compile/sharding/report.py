@@ -19,6 +19,9 @@ RECURRENCES = (
 )
 
 
+_WAY_OUT = "; or let every rank compute this part of all tokens: x = deepsp.replicated(x) before it"
+
+
 class CannotShard(ValueError):
     """Raised when something in a graph can't be sharded over the sequence.
 
@@ -31,13 +34,13 @@ class CannotShard(ValueError):
         self.reason, self.node = reason, node
         super().__init__(self._text())
 
-    def at(self, node: fx.Node) -> CannotShard:
-        """The same error for another op.
+    def with_way_out(self, node: fx.Node) -> CannotShard:
+        """The same error, of an op whose operands are sharded.
 
         Args:
-            node: the op.
+            node: the op, unless the error has one.
         """
-        return CannotShard(self.reason, node)
+        return CannotShard(self.reason + _WAY_OUT, self.node or node)
 
     def _text(self) -> str:
         if self.node is None:

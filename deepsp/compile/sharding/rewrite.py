@@ -265,7 +265,7 @@ class Rewriter(Forms):
             self.rank_values.pop(node, None)
             # A value of parameters and tokens must not be computed in full on every rank, silently.
             if only_mine or all(flags.values()):
-                raise (error if error.node else error.at(node)) from error.__cause__
+                raise error.with_way_out(node) from error.__cause__
             return self._full_value(node, target, values, flags)
         if node in self.rank_values:
             self.report.note(node, "local tokens")

@@ -390,6 +390,13 @@ def diagonal(call: Call) -> Tokens:
     return tokens.plain.at(len(call.out) - 1)
 
 
+@rule(torch.ops.deepsp.replicated.default)
+def replicated(call: Call) -> None:
+    x, tokens, graph = call["input"], call.one_of(), call.graph
+    call.lower = lambda: graph.all_gather(call.operand(x), call.shape(x), tokens)
+    call.decision = "gathered, Replicate"
+
+
 @rule(aten.repeat.default)
 def repeat(call: Call) -> Tokens:
     x, tokens = call.node.args[0], call.one_of()
