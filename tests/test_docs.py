@@ -531,6 +531,16 @@ def test_every_page_is_run():
     assert {page for page in PAGES if snippets(page)} == RUNS.keys() | ELSEWHERE
 
 
+def test_reasons_are_those_of_the_pass():
+    """Each text in the first column of docs/refusals.md stands in the source, but for f-strings."""
+    rows = re.findall(r"^\| (`.*?`) \|", PAGES["refusals"].read_text(), re.MULTILINE)
+    files = [*(ROOT / "deepsp").rglob("compile/**/*.py"), *(ROOT / "deepsp/placement").glob("*.py")]
+    source = "".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in files)
+    reasons = [reason for row in rows for reason in re.findall("`(.*?)`", row)]
+    assert len(reasons) > 20
+    assert [reason for reason in reasons if reason not in source] == []
+
+
 def test_links():
     for path in PAGES.values():
         text = path.read_text()

@@ -129,6 +129,7 @@ def _calls():
     yield aten.outer.default, (_x(4), _x(5))
     yield aten.bilinear.default, (X, _x(3, 4, 6), _x(2, 5, 6))
     yield aten.cdist.default, (X, _x(3, 6, 5))
+    yield aten.gru_cell.default, (M, _x(4, 2), _x(6, M.size(1)), _x(6, 2))
     yield aten.conv1d.default, (X, _x(6, 4, 2), _x(6))
     yield aten.conv1d.default, (M, _x(6, 4, 1))
     yield aten.conv2d.default, (_x(3, 4, 5, 6), _x(8, 2, 1, 1), None), {"groups": 2}
@@ -205,6 +206,7 @@ def _calls():
 
     yield aten.embedding.default, (W, _ids(3, 4))
     yield aten.gather.default, (X, 1, _ids(3, 4, 5))
+    yield aten.index_fill.int_Scalar, (X, 1, _ids(2, below=3), 0.5)
     yield aten.scatter.src, (X, 1, _ids(3, 4, 5, below=1), Y)
     yield aten.scatter_add.default, (X, 1, _ids(3, 4, 5), Y)
     yield from ((aten.index_select.default, (X, d, _ids(4, below=3))) for d in range(3))
@@ -351,10 +353,10 @@ ALIASES = {
     "_fft_c2c", "_fft_c2r", "_fused_rms_norm", "_log_softmax", "_softmax",
     "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "avg_pool2d",
     "avg_pool3d", "binary_cross_entropy", "broadcast_to", "concat", "concatenate", "ger",
-    "huber_loss", "kl_div", "matrix_H", "max_pool1d", "max_pool1d_with_indices",
+    "huber_loss", "kl_div", "lstm_cell", "matrix_H", "max_pool1d", "max_pool1d_with_indices",
     "max_pool2d_with_indices", "max_pool3d", "moveaxis", "multilabel_margin_loss", "nanmedian",
-    "native_layer_norm", "nll_loss", "nll_loss2d", "poisson_nll_loss", "scatter_reduce",
-    "smooth_l1_loss", "soft_margin_loss", "swapdims", "take_along_dim", "unsafe_chunk",
+    "native_layer_norm", "nll_loss", "nll_loss2d", "poisson_nll_loss", "rnn_relu_cell",
+    "rnn_tanh_cell", "scatter_reduce", "smooth_l1_loss", "soft_margin_loss", "swapdims", "take_along_dim", "unsafe_chunk",
     "unsafe_split", "unsafe_split_with_sizes",
 }  # fmt: skip
 

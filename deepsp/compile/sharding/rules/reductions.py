@@ -94,10 +94,12 @@ def _extreme(call: Call, local: fx.Node, tokens: Tokens, dims: list[int], most: 
     graph, dtype = call.graph, call.graph.env[local].dtype
     detached = graph.call(aten.detach.default, local)
     if not graph.holds(tokens.sequence.lens[graph.rank] * tokens.inner > 0):  # no tokens
-        info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+        least, greatest = -torch.inf, torch.inf
+        if not dtype.is_floating_point:
+            least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
         padding = [0] * (2 * (graph.env[local].dim() - tokens.dim))
         padding[-1] = 1
-        fill = info.min if most else info.max
+        fill = least if most else greatest
         detached = graph.call(aten.constant_pad_nd.default, detached, padding, fill)
     op = aten.amax.default if most else aten.amin.default
     extremes = graph.call(op, detached, dims, True)
