@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from constructs import Together
 from harness import on_ranks
 from lockstep import BACKEND, compare
 from ordinary import Ordinary
@@ -25,6 +26,16 @@ def _inductor(case):
 @pytest.mark.parametrize("case", _BY_INDUCTOR)
 def test_by_inductor(case):
     on_ranks(2, _inductor, case)
+
+
+def _moves():
+    cases = "smear", "rolled", "flipped", "ends", "every_second", "whisper", "scan", "best"
+    compare(lambda: Together(*cases), (13,), inner="inductor")
+
+
+def test_tokens_move_under_inductor():
+    """No rank's compiler drops an exchange of which the rank receives nothing."""
+    on_ranks(3, _moves)
 
 
 def _traced(case, lengths):

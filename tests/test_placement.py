@@ -356,8 +356,8 @@ ALIASES = {
     "huber_loss", "kl_div", "lstm_cell", "matrix_H", "max_pool1d", "max_pool1d_with_indices",
     "max_pool2d_with_indices", "max_pool3d", "moveaxis", "multilabel_margin_loss", "nanmedian",
     "native_layer_norm", "nll_loss", "nll_loss2d", "poisson_nll_loss", "rnn_relu_cell",
-    "rnn_tanh_cell", "scatter_reduce", "smooth_l1_loss", "soft_margin_loss", "swapdims", "take_along_dim", "unsafe_chunk",
-    "unsafe_split", "unsafe_split_with_sizes",
+    "rnn_tanh_cell", "scatter_reduce", "smooth_l1_loss", "soft_margin_loss", "swapdims",
+    "take_along_dim", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes",
 }  # fmt: skip
 
 

@@ -76,6 +76,9 @@ class Construct(LM):
         y = self.attend(x[:, 1:] * 2, k[:, 1:], causal=False)
         return self.loss(self.blocks[0](y + x[:, :-1]), labels[:, 1:])
 
+    def ends(self, x, ids, labels):  # most ranks have no token of either
+        return self.loss(x, labels) + (x[:, :2] * x[:, -2:].exp()).sum()
+
     # Multi-token prediction
 
     def mtp(self, x, ids, labels):
@@ -257,3 +260,15 @@ CONSTRUCTS = [
     for name, method in vars(Construct).items()
     if callable(method) and name not in ("__init__", "loss", "forward")
 ]
+
+
+class Together(Construct):
+    """Several in one model."""
+
+    def __init__(self, *cases):
+        super().__init__("")
+        self.cases = cases
+
+    def forward(self, ids, labels):
+        x = self.aux(self.embed(ids) + self.position(torch.arange(ids.size(1))))
+        return sum(getattr(self, case)(x, ids, labels) for case in self.cases)

@@ -12,7 +12,7 @@ from torch._guards import CompileContext
 
 from deepsp.compile.sharding import checkpointing
 from deepsp.compile.sharding.boundary import GATHERS, role_of, without_caches
-from deepsp.compile.sharding.forms import draws_inside, is_differentiated
+from deepsp.compile.sharding.nodes import draws_inside, is_differentiated
 from deepsp.compile.sharding.normalize import check_supported, equate_sizes, fake_inputs, normalize
 from deepsp.compile.sharding.report import CannotShard, Report
 from deepsp.compile.sharding.rewrite import Rewriter
@@ -66,7 +66,9 @@ def deepsp(gm: fx.GraphModule, example_inputs, *, options=None, **kwargs):
         compiler = lookup_backend(inner) if isinstance(inner, str) else inner
         if inner == "inductor" and any(node.target in GATHERS for node in new.graph.nodes):
             kwargs["config_patches"] = _fuse_gathers(kwargs.get("config_patches"))
-        with functorch_config.patch(_EAGER_BACKWARD):
+        # Equal collectives, of zeros on this rank, aren't equal on others.
+        apart = {"cse": False} if new.meta.get("apart") else {}
+        with functorch_config.patch(_EAGER_BACKWARD | apart):
             compiled = compiler(new, example_inputs, **kwargs)
         marked = [i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if role_of(n)]
         compiled = _with_one_batch(compiled, [(i, names[i]) for i in marked], member)
@@ -243,6 +245,8 @@ def parallelize(
     capture_recurrences(gm)
     check_supported(gm)
     inputs, mode = fake_inputs(gm, example_inputs)
+    pending = getattr(mode.shape_env, "pending_fresh_unbacked_symbols", [])
+    before = list(pending)
     equate_sizes(gm, inputs)
     normal = normalize(gm, inputs, mode)
     results_out_of_place(normal, mode)
@@ -266,8 +270,10 @@ def parallelize(
     if memory_budget is not None and memory_budget < 1:
         differentiated = {n for n, x in walk.env.items() if is_differentiated(x)}
         checkpointing.tag(graph, memory_budget, differentiated)
+    pending[:] = before  # numbers from data: the inner compiler makes them anew
     result = fx.GraphModule(normal, graph)
     placeholders = enumerate(graph.find_nodes(op="placeholder"))
     result.meta["alike"] = [i for i, n in placeholders if n in walk.alike]
     result.meta["absent"] = walk.absent_places
+    result.meta["apart"] = walk.has_empty
     return result

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from deepsp.compile.sharding.forms import Forms, has_tensor, is_differentiated, is_random
+from deepsp.compile.sharding.forms import Forms
 from deepsp.compile.sharding.inputs import MARK
+from deepsp.compile.sharding.nodes import has_tensor, is_differentiated, is_random
 from deepsp.compile.sharding.report import CannotShard
 
 _ours, _c10d = torch.ops.deepsp, torch.ops._c10d_functional

@@ -18,7 +18,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deepsp.compile.sharding.boundary import COMMUNICATE
-from deepsp.compile.sharding.forms import is_random, is_tensor
+from deepsp.compile.sharding.nodes import is_random, is_tensor
 
 _ATTENTION = {
     torch.ops.deepsp.distributed_attention.default,

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from deepsp.compile.sharding import rules
 from deepsp.compile.sharding.boundary import role_of
-from deepsp.compile.sharding.forms import copy_of, is_differentiated, values_of
+from deepsp.compile.sharding.nodes import copy_of, is_differentiated, values_of
 from deepsp.compile.sharding.report import CannotShard
 from deepsp.memory.activations.checkpoint import keeps_attention_only
 from deepsp.sequence.recurrence.functions import captured

@@ -30,9 +30,8 @@ from deepsp.compile.sharding.boundary import (
     settle_gradients,
     summed_by_gathers,
 )
-from deepsp.compile.sharding.forms import (
-    Forms,
-    Value,
+from deepsp.compile.sharding.forms import Forms, Value
+from deepsp.compile.sharding.nodes import (
     draws_inside,
     has_tensor,
     is_differentiated,

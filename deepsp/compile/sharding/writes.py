@@ -11,7 +11,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from deepsp.compile.sharding.forms import Value, is_differentiated, is_random, is_tensor
+from deepsp.compile.sharding.forms import Value
+from deepsp.compile.sharding.nodes import is_differentiated, is_random, is_tensor
 from deepsp.compile.sharding.report import CannotShard
 from deepsp.compile.sharding.tokens import Tokens
 from deepsp.placement import Op, functional

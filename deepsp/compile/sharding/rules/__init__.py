@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from deepsp import placement
-from deepsp.compile.sharding.forms import has_tensor
+from deepsp.compile.sharding.nodes import has_tensor
 from deepsp.compile.sharding.redistribute import movable
 from deepsp.compile.sharding.report import CannotShard
 from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, same, symbols_of
@@ -220,7 +220,9 @@ class Call(placement.Op):
         """:meth:`Sequence.window`, settled by guards, which all ranks have, unless a border
         depends on more than lengths: an index that changes from call to call."""
         settled = symbols_of((begin, end)) <= symbols_of(self.graph.lengths)
-        return sequence.window(begin, end, self.graph.holds if settled else None)
+        window, before = sequence.window(begin, end, self.graph.holds if settled else None)
+        self.graph.note_empty(window)
+        return window, before
 
     def operand(self, node: fx.Node):
         """The new node for an operand, in the wanted form."""

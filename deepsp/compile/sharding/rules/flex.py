@@ -11,7 +11,7 @@ from torch import fx
 from torch._higher_order_ops.flex_attention import flex_attention as op
 from torch.utils._pytree import tree_leaves
 
-from deepsp.compile.sharding.forms import copy_of, has_tensor
+from deepsp.compile.sharding.nodes import copy_of, has_tensor
 from deepsp.compile.sharding.rules import OUTERMOST, Call, rule
 from deepsp.compile.sharding.tokens import Tokens, same
 from deepsp.sequence.attention import parts

@@ -16,7 +16,8 @@ from torch._functorch.autograd_function import autograd_function_apply as op
 from torch.utils._pytree import tree_map
 
 from deepsp.compile.sharding.backend import Rewriter
-from deepsp.compile.sharding.forms import Value, draws_inside, is_tensor
+from deepsp.compile.sharding.forms import Value
+from deepsp.compile.sharding.nodes import draws_inside, is_tensor
 from deepsp.compile.sharding.normalize import normalize
 from deepsp.compile.sharding.rules import Call, rule
 from deepsp.compile.sharding.tokens import Tokens

@@ -11,7 +11,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestar
 from torch._guards import CompileContext
 from torch.utils._pytree import tree_leaves
 
-from deepsp.compile.sharding.forms import is_tensor
+from deepsp.compile.sharding.nodes import is_tensor
 from deepsp.compile.sharding.normalize import trace
 from deepsp.compile.sharding.report import RECURRENCES, frames_of
 from deepsp.compile.sharding.rules import _RULES, Call
