@@ -1,12 +1,15 @@
 """What depends on the rank where nothing should, and steps as people write them."""
 
 import copy
+import functools
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness import on_ranks
-from scheduled import Mlp, check, compare, data, seeded
+from scheduled import GroupedAttention, Mlp, check, compare, data, seeded
 from torch import nn
 
 import deepsp
@@ -236,3 +239,133 @@ def _unflattened():
 @pytest.mark.parametrize("case", [_one_by_one, _evaluated, _gathered_and_summed, _unflattened])
 def test_steps(ranks, case):
     on_ranks(ranks, case)
+
+
+class Own(nn.Module):
+    """An Mlp, with code of somebody's own before it, within it and after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.code, self.total = Mlp(), {}, nn.Identity()
+
+    def forward(self, x):
+        x = self._run("before", x)
+        try:
+            y = self.mlp(self.total(x))
+        except ValueError:
+            if "caught" not in self.code:
+                raise
+            y = self.mlp(x)
+        return self._run("after", y)
+
+    def _run(self, where, x):
+        return self.code[where](x) if where in self.code else x
+
+
+def _raises(x):
+    raise KeyError("no such head")
+
+
+def _sums_squares(module, args):
+    dist.all_reduce(args[0].square().sum())
+
+
+def _alone():
+    """An error on one rank alone is one on all ranks, and they can go on."""
+    last = dist.get_world_size() - 1
+    right = seeded(Mlp)
+    for where, hook, error in [
+        ({"before": _raises}, None, (KeyError, "no such head", r"KeyError: 'no such head'\n")),
+        ({"before": _raises}, _sums_squares, (KeyError, "no such head", "KeyError")),
+        ({"before": _raises, "caught": None}, None, (KeyError, "no such head", "KeyError")),
+        ({"after": _raises}, None, (KeyError, "no such head", "KeyError")),
+        # What the dry run itself refuses.
+        (
+            {"after": lambda y: deepsp.collectives.all_reduce(y, grad="replicated")},
+            None,
+            (ValueError, "P times too large", "ValueError: .*P times too large"),
+        ),
+    ]:
+        model = Own().to(f64)
+        model.mlp = copy.deepcopy(right)
+        sch = deepsp.create_schedule(model)
+        sch["mlp.up"].shard("weight", axis=0)
+        sch["mlp.down"].shard("weight", axis=1)
+        sch["mlp.down"].sync("fwd_post", "all_reduce")
+        sch["mlp"].sync("bwd_post", "all_reduce")
+        if hook is not None:
+            sch["total"].sync("fwd_pre", hook)
+        built, _ = deepsp.build(sch)
+        mine = dist.get_rank() == last
+        model.code = where if mine else {key: lambda x: x for key in where}
+        kind, own, told = error
+        with pytest.raises(kind if mine else ValueError) as raised:
+            built(data(2, 5))
+        if mine:
+            assert own in str(raised.value) and "rank" not in str(raised.value).split(";")[0]
+        else:
+            message = rf"(?s)every rank, got an error on rank {last} of the group only: {told}"
+            assert re.search(message, str(raised.value)), raised.value
+        model.code = {}
+        torch.testing.assert_close(built(data(2, 5)), right(data(2, 5)))
+
+
+def _elsewhere():
+    """Ranks whose code calls other modules would send what doesn't fit together."""
+    model = Own().to(f64)
+    sch = deepsp.create_schedule(model)
+    sch["mlp"].sync("fwd_pre", "scatter", axis=0)
+    sch["mlp"].sync("fwd_post", "all_gather", axis=0)
+    sch["total"].sync("fwd_pre", "scatter", axis=0)
+    sch["total"].sync("fwd_post", "all_gather", axis=0)
+    built, _ = deepsp.build(sch)
+    if dist.get_rank() == 1:
+        model.code = {"before": model.mlp}
+    message = r"got total \(fwd_pre scatter\) on rank 0 and mlp \(fwd_pre scatter\) on rank 1; .*"
+    with pytest.raises(ValueError, match=message):
+        built(data(4, 5))
+    model.code = {}
+    built(data(4, 5))
+
+
+class _Uneven(GroupedAttention):
+    """Repeats the kv heads for the query heads that read them."""
+
+    def forward(self, x):
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        q, k, v = (
+            t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for t in self.qkv(x).split([h * self.head_dim for h in heads], -1)
+        )
+        times = self.num_heads // self.num_kv_heads
+        k, v = (t.repeat_interleave(times, 1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def _uneven():
+    """Six query heads and three kv heads on two ranks: rank 0 has three and two, unless each kv
+    head keeps its query heads."""
+
+    def plan(sch, group=1):
+        sch["qkv"].shard(["weight", "bias"], axis=0, parts=[24, 12, 12], unit=[4 * group, 4, 4])
+        sch["out"].shard("weight", axis=1, unit=4 * group)
+        sch.divide("num_heads", unit=group).divide("num_kv_heads")
+        sch.sync("bwd_post", "all_reduce")
+        sch["out"].sync("fwd_post", "all_reduce")
+
+    with pytest.raises(RuntimeError if dist.get_rank() == 0 else ValueError) as raised:
+        check(_Uneven, plan, data(2, 5, 12))
+    if dist.get_rank() == 0:
+        text = "\n".join([str(raised.value), *raised.value.__notes__])
+    else:
+        text = str(raised.value)
+        assert "error on rank 0 of the group only: RuntimeError: The size of tensor" in text
+    for part in ("_Uneven): scaled_dot_product_attention", "the unit of q is all query heads"):
+        assert part in text
+    check(_Uneven, functools.partial(plan, group=2), data(2, 5, 12))
+
+
+@pytest.mark.parametrize("case", [_alone, _elsewhere, _uneven])
+def test_one_rank_fails_alone(case):
+    on_ranks(2, case)

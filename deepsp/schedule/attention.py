@@ -47,7 +47,7 @@ class ScheduledAttention(SequenceParallelAttention):
                 f"{sync.module_name}: expected its input to be Shard(1), by tokens, got "
                 f"{placement}; scatter the tokens before"
             )
-        with following.paused():
+        with following.communicating(sync.module_name):
             kwargs.setdefault("seq_lens", running.find_sizes(sync, x, 1, placement))
             out = super().forward(x, *args, **kwargs)
         following.opaque(sync.module_name, [x, *self.parameters()], out, Shard(1, placement.origin))

@@ -33,7 +33,7 @@ class Opaque(Swapped):
                     f"{name}: expected its input to be {effect.input}, since its weight is "
                     f"sharded, got {have}"
                 )
-        with following.paused():
+        with following.communicating(name):
             out = super().forward(*args, **kwargs)
         # The output's placement also gives the placement of the gradients of replicated parameters,
         # except for the one that is added later.

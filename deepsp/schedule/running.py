@@ -107,8 +107,10 @@ class Running:
             flow.compare_inputs(args, kwargs, self.member)
             self._dry = Kind()
             try:
-                run = flow.Flow(model, placements, self.member, self.outputs)
-                followed = run.run(args, kwargs)
+                meetings = flow.Meetings(self.member)
+                run = flow.Flow(model, placements, self.member, self.outputs, meetings)
+                with meetings.together():
+                    followed = run.run(args, kwargs)
                 run.alike.compare()
                 kind = self._dry
             finally:

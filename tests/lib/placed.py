@@ -47,6 +47,10 @@ class Sync:
     axis: int | None = None
     grad: str | None = None
 
+    @property
+    def where(self):
+        return f"{self.module_name} ({self.mode} {self.op})"
+
     def result(self, placement, ndim):
         def wrong(what):
             raise ValueError(f"{self.module_name} ({self.mode} {self.op}): {placement}: {what}")

@@ -138,6 +138,8 @@ def follow(flow: Flow, call: TracedCall, run=None):
     # states.
     if not _is_view(call) and torch._C._is_torch_function_enabled():
         flow.note_replicated(call.tensors)
+    if exchanges.communicates(call):
+        flow.meet(f"{name} in {flow.where()}")
     before = randomness.states()
     out = _run(flow, call, run, refusal)
     results = list(tensors_in(out))

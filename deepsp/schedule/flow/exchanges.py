@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NoReturn
 
+from torch.distributed import ProcessGroup
+
 from deepsp.schedule.flow.values import Split, TracedCall, Value, tensors_in
 from deepsp.schedule.placement import REPLICATE
 
@@ -26,6 +28,15 @@ class OpSync:
 
 def _group(call: TracedCall) -> str | None:
     return call["group_name"]
+
+
+def communicates(call: TracedCall) -> bool:
+    """Whether an op is a collective over the schedule's group, also one of torch.distributed."""
+    group = call["process_group"]
+    if group is None:
+        return _group(call) == call.flow.member[2]
+    between_two = call.name in ("c10d.send", "c10d.recv", "c10d.recv_any_source")
+    return not between_two and ProcessGroup.unbox(group).group_name == call.flow.member[2]
 
 
 def _fail_other_group(call: TracedCall, value: Value) -> NoReturn:

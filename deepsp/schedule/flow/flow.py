@@ -22,6 +22,7 @@ from deepsp.ranks.groups import Member
 from deepsp.schedule.flow import backward, calls, drawing, writes
 from deepsp.schedule.flow.alike import Alike
 from deepsp.schedule.flow.arguments import copied
+from deepsp.schedule.flow.meetings import Meetings
 from deepsp.schedule.flow.values import (
     Entry,
     Split,
@@ -74,6 +75,7 @@ class Flow:
         placements: by id, of the parameters and buffers that aren't replicated.
         member: rank, size and name of the group.
         outputs: "full": sharded outputs of the model are an error; "local": they are allowed.
+        meetings: of the ranks, before each collective; None: there are none.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class Flow:
         placements: Mapping[int, Placement],
         member: Member,
         outputs: str = "full",
+        meetings: Meetings | None = None,
     ):
         self.model, self.member, self.outputs = model, member, outputs
+        self.meetings = meetings
         self.placements = dict(placements)
         self.names: dict[int, str] = {}
         self.modules = {m: name for name, m in model.named_modules()}
@@ -145,6 +149,7 @@ class Flow:
                     else:
                         buffer.detach_()
         if self.findings.streams:
+            self.meet("the comparison of random numbers")
             randomness.compare(saved, self.member)
         return self.findings
 
@@ -226,6 +231,23 @@ class Flow:
         finally:
             self._paused -= 1
             self._drawn = drawing.drawn_since(before)
+
+    def meet(self, where: str) -> None:
+        """Waits for the other ranks, before a collective.
+
+        Raises:
+            ValueError: the forward has failed on another rank, or that rank is somewhere else.
+        """
+        if self.meetings is not None:
+            with self.paused():
+                self.meetings.join(where)
+
+    @contextlib.contextmanager
+    def communicating(self, where: str) -> Iterator[None]:
+        """Calls in this context send something, and aren't followed."""
+        self.meet(where)
+        with self.paused():
+            yield
 
     def note_replicated(self, tensors: Iterable[tuple[Tensor, Value]]) -> None:
         """Records the replicated tensors among an op's inputs, to compare them at the end."""
@@ -309,7 +331,7 @@ class Flow:
             first = self.findings.origins.get(sync, origin)
             self.findings.origins[sync] = origin if first is origin else None
         if callable(out) and not isinstance(out, Tensor):
-            with self.paused():
+            with self.communicating(sync.where):
                 out = out()
         if isinstance(result, Shard):
             if result.origin is None:
