@@ -1,7 +1,6 @@
 """What depends on the rank where nothing should, and steps as people write them."""
 
 import copy
-import functools
 import re
 
 import pytest
@@ -328,8 +327,12 @@ def _elsewhere():
     built(data(4, 5))
 
 
-class _Uneven(GroupedAttention):
-    """Repeats the kv heads for the query heads that read them."""
+class Grouped(GroupedAttention):
+    """Grouped heads, in the ways in which models repeat kv heads for the query heads."""
+
+    def __init__(self, num_heads, num_kv_heads, how):
+        super().__init__(12, num_heads, num_kv_heads)
+        self.how = how
 
     def forward(self, x):
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -337,35 +340,59 @@ class _Uneven(GroupedAttention):
             t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for t in self.qkv(x).split([h * self.head_dim for h in heads], -1)
         )
-        times = self.num_heads // self.num_kv_heads
-        k, v = (t.repeat_interleave(times, 1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v)
+        times = q.size(1) // k.size(1)
+        if self.how == "repeated":
+            k, v = (t.repeat_interleave(times, 1) for t in (k, v))
+        if self.how == "expanded":
+            k, v = (t[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=self.how == "read")
         return self.out(out.transpose(1, 2).flatten(2))
 
 
-def _uneven():
-    """Six query heads and three kv heads on two ranks: rank 0 has three and two, unless each kv
-    head keeps its query heads."""
-
-    def plan(sch, group=1):
-        sch["qkv"].shard(["weight", "bias"], axis=0, parts=[24, 12, 12], unit=[4 * group, 4, 4])
+def _grouped(num_heads, num_kv_heads, how, group=1):
+    def plan(sch):
+        sch["qkv"].shard(
+            ["weight", "bias"],
+            axis=0,
+            parts=[4 * num_heads, 4 * num_kv_heads, 4 * num_kv_heads],
+            unit=[4 * group, 4, 4],
+        )
         sch["out"].shard("weight", axis=1, unit=4 * group)
         sch.divide("num_heads", unit=group).divide("num_kv_heads")
         sch.sync("bwd_post", "all_reduce")
         sch["out"].sync("fwd_post", "all_reduce")
 
+    check(lambda: Grouped(num_heads, num_kv_heads, how), plan, data(2, 5, 12))
+
+
+def _uneven():
+    """Six query heads and three kv heads on two ranks: rank 0 has three and two, unless each kv
+    head keeps its query heads."""
     with pytest.raises(RuntimeError if dist.get_rank() == 0 else ValueError) as raised:
-        check(_Uneven, plan, data(2, 5, 12))
+        _grouped(6, 3, "repeated")
     if dist.get_rank() == 0:
         text = "\n".join([str(raised.value), *raised.value.__notes__])
     else:
         text = str(raised.value)
         assert "error on rank 0 of the group only: RuntimeError: The size of tensor" in text
-    for part in ("_Uneven): scaled_dot_product_attention", "the unit of q is all query heads"):
+    for part in ("(Grouped): scaled_dot_product_attention", "the unit of q is all query heads"):
         assert part in text
-    check(_Uneven, functools.partial(plan, group=2), data(2, 5, 12))
+    _grouped(6, 3, "repeated", group=2)
+
+
+def _misgrouped():
+    """Twelve query heads and three kv heads on two ranks: six and two run on rank 0, and six and
+    one on rank 1, but a query head reads another kv head than in one process."""
+    for how in ("read", "repeated", "expanded"):
+        with pytest.raises(ValueError, match=r"same on every rank.*\[.*\] on rank 0.*unit of q is"):
+            _grouped(12, 3, how)
+        _grouped(12, 3, how, group=4)
 
 
 @pytest.mark.parametrize("case", [_alone, _elsewhere, _uneven])
 def test_one_rank_fails_alone(case):
     on_ranks(2, case)
+
+
+def test_query_heads_read_other_kv_heads():
+    on_ranks(2, _misgrouped)

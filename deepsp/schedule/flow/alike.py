@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from deepsp.ranks.agreement import Difference, difference, digest_of, first_difference
-from deepsp.ranks.groups import Member, device_of
+from deepsp.ranks.agreement import Difference, difference, digest_of, first_difference, number_of
+from deepsp.ranks.groups import Member, device_of, objects_on_all_ranks, on_all_ranks
 from deepsp.schedule.flow.values import tensors_in
 
 _NUMBERS = (int, float, bool, str)
@@ -30,6 +30,7 @@ class Alike:
         self.member = member
         self._digests: list[tuple[str, int]] = []
         self._floats: list[tuple[str, float, Tensor]] = []  # name, rounding, sums and norm
+        self._numbers: dict[str, list[list[int] | None]] = {}
 
     @torch.no_grad()
     def note(self, name: str, tensor: Tensor) -> None:
@@ -44,6 +45,12 @@ class Alike:
             self._digests.append((name, digest_of("", tensor.to("meta"))))
             self._floats.append((name, rounding, _sums(tensor)))
 
+    def note_numbers(self, name: str, numbers: list[int] | None) -> None:
+        """Records numbers that local sizes may have led to, such as how many query heads read a kv
+        head: right ones don't depend on the rank. None: not known on this rank."""
+        if self.member[1] > 1:
+            self._numbers.setdefault(name, []).append(numbers)
+
     def compare(self) -> None:
         """All ranks make this call, when the dry run is over.
 
@@ -51,6 +58,15 @@ class Alike:
             ValueError: something differs.
         """
         differs = self._first_difference()
+        if differs is None:
+            differs = self._different_numbers()
+        if differs is not None and any(isinstance(value, str) for value in differs.values):
+            raise differs.error(
+                differs.name,
+                "the ranks split two numbers differently, such as query heads and kv heads: pass "
+                "a unit= to shard and divide that splits both alike (the unit of q is all query "
+                "heads of a kv head)",
+            )
         if differs is not None:
             raise differs.error(
                 f"{differs.name}, which is computed from replicated tensors,",
@@ -77,6 +93,24 @@ class Alike:
                 distance = torch.linalg.vector_norm(every[other, n, :-1] - first[:-1])
                 if distance > rounding * max(first[-1], every[other, n, -1]):
                     return Difference(what, 0, other, (0, 0))
+        return None
+
+    def _different_numbers(self) -> Difference | None:
+        if self.member[1] == 1:
+            return None
+        device, items = device_of(self.member), list(self._numbers.items())
+        digests = on_all_ranks([number_of(items)], self.member, device)
+        if all(digest == digests[0] for digest in digests):
+            return None
+        every = [dict(items) for items in objects_on_all_ranks(items, self.member, device)]
+        for name, first in every[0].items():
+            for rank, other in enumerate(every):
+                got = other.get(name, [])
+                if len(got) != len(first):  # a rank has more heads, and loops over them
+                    continue
+                for one, two in zip(first, got, strict=True):
+                    if one != two and one is not None and two is not None:
+                        return Difference(name, 0, rank, (str(one), str(two)))
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -232,8 +233,34 @@ def _record(
         flow.tape.append(Entry(name, where, [v for v in inputs if v.carries], carrying, sync))
     for tensor, value in outputs:
         flow.values[tensor] = value
+        if value.split and not inplace:
+            flow.alike.note_numbers(
+                f"the sizes of {value.name}, except along the sharded dimension,",
+                _whole_sizes(tensor, value.place),
+            )
+    if call.name == "scaled_dot_product_attention":
+        _note_groups(flow, call)
     if inplace:
         writes.pass_to_aliases(flow, call, outputs)
+
+
+def _whole_sizes(tensor: Tensor, place: Split) -> list[int] | None:
+    """The sizes of the dimensions that aren't sharded, and the number of parts."""
+    if place.axis is None:
+        return None
+    return [*(n for d, n in enumerate(tensor.shape) if d != place.axis), len(place.parts)]
+
+
+def _note_groups(flow: Flow, call: TracedCall) -> None:
+    """Records how many query heads read each kv head: they must be as many on all ranks."""
+    query, key = call["query"], call["key"]
+    if call.value(query).split and call.value(key).split and query.dim() > 2:
+        groups = [query.size(-3), key.size(-3)]
+        divisor = math.gcd(*groups) or 1
+        flow.alike.note_numbers(
+            f"the number of query heads for each kv head, in {call.name} in {flow.where()},",
+            [n // divisor for n in groups],
+        )
 
 
 def _is_even(call: TracedCall) -> bool:

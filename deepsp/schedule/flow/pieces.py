@@ -85,6 +85,7 @@ def repeat_interleave(call: TracedCall, out: Tensor) -> TracedPlacement | None:
         call.fail_split(value, "it is repeated")
     if dim % x.dim() != value.place.axis:
         return value.place
+    call.flow.alike.note_numbers(f"the repeats of {call.name} in {call.flow.where()}", [times])
     return Split(value.place.axis, tuple(n * times for n in value.place.parts), value.place.origin)
 
 
