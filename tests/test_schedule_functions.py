@@ -192,6 +192,7 @@ RIGHT = [
     (lambda x: x.select(2, 1), [X], [1], 1),
     (lambda x: x.narrow(2, 1, 2), [X], [1], 1),
     (lambda x: x.split(2, 2), [X], [1], 1),
+    (lambda x: x[:, :12] + x[:, : x.size(1)] + x.narrow(1, 0, x.size(1)), [X], [1], 1),
     (lambda x: x.unbind(0), [X], [1], 0),
     (lambda x: x.expand(2, -1, -1, -1), [X], [1], 2),
     (lambda x: x.unsqueeze(2).expand(-1, -1, 5, -1), [X], [1], 1),
@@ -256,6 +257,103 @@ def test_right(number, size):
         assert ("partial" if isinstance(place, Partial) else None) == expected
 
 
+def _repeated(x, dim):
+    """As transformers repeats kv heads."""
+    sizes = list(x.shape)
+    more = x.unsqueeze(dim + 1).expand(*sizes[: dim + 1], 2, *sizes[dim + 1 :])
+    return more.reshape(*sizes[:dim], sizes[dim] * 2, *sizes[dim + 1 :])
+
+
+def _turned(x):
+    """Rotary embedding of interleaved pairs, as in Llama's reference code."""
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    turn = torch.polar(torch.ones(2, dtype=f64), torch.tensor([0.3, 1.0], dtype=f64))
+    return torch.view_as_real(pairs * turn).flatten(3)
+
+
+# Of [batch, tokens, heads, 4], by heads: function, and the axis of its result.
+OF_HEADS = [
+    (_turned, 2),
+    (lambda x: x.reshape(*x.shape[:-1], -1, 2), 2),
+    (lambda x: x.reshape(x.size(0), x.size(1), x.size(2), -1, 2), 2),
+    (lambda x: x.unflatten(-1, (-1, 2)), 2),
+    (lambda x: x.unflatten(-1, (2, 2)).flatten(3), 2),
+    (lambda x: x.flatten(2), 2),
+    (lambda x: x.flatten(2).unflatten(-1, (-1, 4)), 2),
+    (lambda x: x.flatten(0, 1), 1),
+    (lambda x: x.flatten(-2)[..., None].flatten(2), 2),
+    (lambda x: x.reshape(x.size(0), x.size(1), x.size(2) * x.size(3)), 2),
+    (lambda x: x.reshape(x.size(0) * x.size(1), x.size(2), x.size(3)), 1),
+    (lambda x: _repeated(x, 2), 2),
+    (lambda x: _repeated(x.transpose(1, 2), 1), 1),
+    (lambda x: _repeated(x, 2)[:, :, ::2] + x, 2),
+    (lambda x: _repeated(x, 2)[:, :, 1::2] * x, 2),
+    (lambda x: x.repeat_interleave(4, 2)[:, :, 3::4], 2),
+    (lambda x: x.transpose(1, 2).reshape(x.size(0) * x.size(2), x.size(1), 4), 0),
+]
+
+
+@pytest.mark.parametrize("batch, tokens", [(1, 1), (1, 5), (3, 5)])
+@pytest.mark.parametrize("heads", [[1, 1], [1, 1, 1], [2, 1], [2, 2]])
+@pytest.mark.parametrize("number", range(len(OF_HEADS)))
+def test_of_heads(number, heads, batch, tokens):
+    """Also where a rank has one head, or the batch or the tokens are one."""
+    function, axis = OF_HEADS[number]
+    x = _x(batch, tokens, sum(heads), 4)
+    assert _check(function, [x], [2], len(heads))[0].axis == axis
+
+
+def _by_sizes(rng, local):
+    """A function that views a tensor, with sizes that it reads. ``local``: a rank's sizes."""
+    count = len(local)
+    at, steps = 0, []
+    while at < count:
+        how = rng.choice(["keep", "merge", "split", "rest"])
+        if how == "merge" and at + 1 < count:
+            steps.append(("merge", at))
+            at += 2
+        else:
+            steps.append((how if how != "merge" else "keep", at))
+            at += 1
+    if sum(how == "rest" for how, _ in steps) > 1:
+        steps = [("split" if how == "rest" else how, d) for how, d in steps]
+
+    def function(x):
+        sizes = []
+        for how, d in steps:
+            inner = 2 if local[d] % 2 == 0 else 1
+            if how == "keep":
+                sizes.append(x.size(d))
+            elif how == "merge":
+                sizes.append(x.shape[d] * x.shape[d + 1])
+            else:
+                sizes += [-1 if how == "rest" else x.shape[d] // inner, inner]
+        return x.reshape(sizes)
+
+    return function
+
+
+def test_views_by_sizes():
+    """Views whose sizes Python computes from the tensor's: what is said of the result is so."""
+    told = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        count, size = rng.randint(1, 4), rng.choice([2, 3])
+        local, at = rng.choice([1, 1, 2, 4]), rng.randrange(count)
+        whole = [rng.choice([1, 1, 2, 4]) for _ in range(count)]
+        whole[at] = local * size
+        function = _by_sizes(rng, [*whole[:at], local, *whole[at + 1 :]])
+        x = _x(*whole, seed=seed)
+        ranks = list(_ranks(function, [x], [at], size))
+        places = [out[0][1] for out in ranks]
+        if any(place.axis is None for place in places):
+            continue
+        told += 1
+        got = _together([out[0] for out in ranks], places[0].axis)
+        assert torch.equal(got, function(x)), seed
+    assert told > 300, told
+
+
 WRONG = [
     (lambda x, y: x + y, [X, X], ["partial", None]),
     (lambda x: x + 1, [X], ["partial"]),
@@ -289,6 +387,11 @@ WRONG = [
     (lambda q, k: F.scaled_dot_product_attention(q, k, k), [Q, Q], [1, None]),
     (lambda x: x.chunk(2, -1), [_x(2, 5, 12)], [2]),
     (lambda x: x[:, -1], [X], [1]),
+    (lambda x: x[:, ::2], [_x(3, 6, 6)], [1]),
+    (lambda x: x[:, :3:2], [X], [1]),
+    (lambda x: x[:, 2::2], [X], [1]),
+    (lambda x: x[:, :6], [X], [1]),
+    (lambda x: x.narrow(1, 0, 4), [X], [1]),
     (lambda x: x[:, :-1], [X], [1]),
     (lambda x: x.select(1, 0), [X], [1]),
     (lambda x, y: torch.cat([x, y], -1), [X, X], [1, None]),

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import on_ranks
 from scheduled import Mlp, data, f64, run, seeded
+from scheduled import check as built_and_compared
 from torch import nn
 
 import deepsp
@@ -689,6 +690,54 @@ def _overlap_along_features():
 
 def test_overlap_along_features():
     on_ranks(2, _overlap_along_features)
+
+
+class Views(nn.Module):
+    """Attention of one head on each rank, with views as models write them."""
+
+    def __init__(self, how, num_heads=2):
+        super().__init__()
+        self.how, self.num_heads = how, num_heads
+        self.q, self.out = nn.Linear(6, 4 * num_heads), nn.Linear(4 * num_heads, 6, bias=False)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, self.num_heads, 4)
+        if self.how == "pairs":  # as Llama's reference code turns them
+            z = torch.view_as_complex(q.reshape(*q.shape[:-1], -1, 2)) * 1j
+            q = torch.view_as_real(z).flatten(3) + q
+        elif self.how == "unflattened":
+            q = q.unflatten(-1, (-1, 2)).flatten(3) + q
+        elif self.how == "repeated":
+            n = self.num_heads
+            q = q[:, :, :, None].expand(b, t, n, 2, 4).reshape(b, t, n * 2, 4)[:, :, ::2] + q
+        elif self.how == "by hand":
+            q = q.reshape(b, t, 1, 2, 2).reshape(b, t, 1, 4) + q
+        return self.out(q.reshape(b, t, -1))
+
+
+def _one_head():
+    size = dist.get_world_size()
+
+    def plan(sch):
+        sch["q"].shard("weight", axis=0, unit=4)
+        sch["out"].shard("weight", axis=1, unit=4)
+        sch.divide("num_heads")
+        sch["out"].sync("fwd_post", "all_reduce")
+        sch.sync("bwd_post", "all_reduce")
+
+    for heads in (size, 2 * size):
+        for how in ("pairs", "unflattened", "repeated"):
+            built_and_compared(
+                lambda how=how, heads=heads: Views(how, heads), plan, data(1, 5, 6), data(2, 1, 6)
+            )
+    with pytest.raises(ValueError, match=r"Shard\(unknown axis\): .*x\.shape.*divide.*unit="):
+        built_and_compared(lambda: Views("by hand", size), plan, data(2, 5, 6))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_head_on_each_rank(ranks):
+    on_ranks(ranks, _one_head)
 
 
 class _Heads(nn.Module):

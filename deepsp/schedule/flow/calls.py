@@ -96,7 +96,14 @@ class Functions(TorchFunctionMode):
         if raw in _READS:
             _read(flow, raw, args)
         lengths.check(flow, func, args, kwargs)
-        return lengths.read(flow, func, args, kwargs, func(*args, **kwargs))
+        if raw == "__getitem__" and isinstance(args[0], Tensor):
+            pieces.check_slices(flow, *args)
+        flow.sizes = lengths.sizes_of(func, args, kwargs)
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            flow.sizes = ()
+        return lengths.read(flow, func, args, kwargs, out)
 
 
 def _read(flow: Flow, name: str, args) -> None:

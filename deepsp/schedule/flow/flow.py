@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepsp.ranks import randomness
 from deepsp.ranks.groups import Member
-from deepsp.schedule.flow import backward, calls, drawing, writes
+from deepsp.schedule.flow import backward, calls, drawing, reshapes, writes
 from deepsp.schedule.flow.alike import Alike
 from deepsp.schedule.flow.arguments import copied
 from deepsp.schedule.flow.meetings import Meetings
@@ -100,6 +100,7 @@ class Flow:
         self.tape: list[Entry] = []
         self.stack: list[nn.Module] = []
         self.drawn_in: dict[nn.Module, set[nn.Module]] = {}  # callers of each module that draws
+        self.sizes: tuple = ()  # the sizes that the running function was given
         self._paused = 0
         self._drawn = False  # whether code that isn't followed drew random numbers
         self.alike = Alike(member)
@@ -130,7 +131,13 @@ class Flow:
         _local.flow = self
         try:
             nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _no_backward)
-            with torch.enable_grad(), nothing, self._following_modules(), self._modes():
+            with (
+                torch.enable_grad(),
+                nothing,
+                self._following_modules(),
+                reshapes.divided(self.model),
+                self._modes(),
+            ):
                 out = _noted(self.model, args, kwargs)
             self.note_replicated((tensor, self.value(tensor)) for tensor in tensors_in(out))
             self._finish(out)

@@ -7,13 +7,13 @@ process.
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import Tensor
 
 from deepsp.placement.functions import name_of
 
+_TAKE_SIZES = {"view": 1, "reshape": 1, "unflatten": 2, "split": 1, "chunk": 1, "narrow": 1}
+_SIZES = ("length", "shape", "size", "sizes", "split_size", "split_size_or_sections", "chunks")
 _READ = {"size", "shape", "numel", "nelement", "len"}
 _VALUES = {"full": 1, "new_full": 2}  # the position of the argument that isn't a size
 _COMPUTE = set(
@@ -51,42 +51,83 @@ _COMPUTE = set(
 )
 
 
-class _OfRank:
-    """A number computed from a local length. Arithmetic keeps the mark."""
+class LocalNumber:
+    """A number that is this rank's, where one process has another one. Arithmetic keeps the mark.
+
+    exact: True: a local length or a divided attribute itself: one process has the full one. None: a
+        quotient of two local numbers, which one process has, too, if it is the same on all ranks.
+    """
+
+    exact: bool | None = False
 
 
-class RankLength(_OfRank, int):
+def is_local(number) -> bool:
+    """Whether one process has another number."""
+    return isinstance(number, LocalNumber) and number.exact is not None
+
+
+class _Computable(LocalNumber):
+    """One that may not be computed with: it comes from a local length."""
+
+
+class RankLength(_Computable, int):
     pass
 
 
-class RankNumber(_OfRank, float):
+class RankNumber(_Computable, float):
     pass
 
 
-def _of_rank(number):
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
-        return number
-    return RankLength(number) if isinstance(number, int) else RankNumber(number)
+class Divided(LocalNumber, int):
+    """A number that the schedule has divided. Only its use as a size matters."""
 
 
-def _arithmetic(name: str):
+def marked(number: int, cls: type = RankLength):
+    """A local length, or a divided attribute."""
+    local = cls(number)
+    local.exact = True
+    return local
+
+
+def _arithmetic(name: str, base: type):
     def both(self, other):
         if isinstance(other, Tensor):
             return NotImplemented
-        result = getattr(type(self).__mro__[-2], name)(self, other)
-        if result is NotImplemented and isinstance(self, int) and isinstance(other, float):
+        result = getattr(base, name)(self, other)
+        if result is NotImplemented and base is int and isinstance(other, float):
             result = getattr(float, name)(float(self), other)
-        return _of_rank(result)
+        if not isinstance(result, (int, float)):
+            return result
+        if isinstance(self, Divided) and not isinstance(other, _Computable):
+            if not isinstance(result, int):
+                return result
+            result = Divided(result)
+        else:
+            result = RankLength(result) if isinstance(result, int) else RankNumber(result)
+        locals_ = sum(map(is_local, (self, other)))
+        if locals_ == 0 or (locals_ == 2 and "div" in name):
+            result.exact = None
+        return result
 
     return both
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    for _method in (f"__{_name}__", f"__r{_name}__"):
-        for _cls in (RankLength, RankNumber):
-            setattr(_cls, _method, _arithmetic(_method))
-for _cls in (RankLength, RankNumber):
-    _cls.__neg__ = lambda self: _of_rank(operator.neg(type(self).__mro__[-2](self)))
+for _cls, _base in ((RankLength, int), (RankNumber, float), (Divided, int)):
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        for _method in (f"__{_name}__", f"__r{_name}__"):
+            setattr(_cls, _method, _arithmetic(_method, _base))
+    _cls.__neg__ = lambda self: 0 - self
+
+
+def sizes_of(func, args, kwargs) -> tuple:
+    """The sizes that Python passes to a function that views or cuts, with their marks."""
+    name = name_of(func)[0]
+    if name not in _TAKE_SIZES:
+        return ()
+    sizes = [*args[_TAKE_SIZES[name] :], *(kwargs.get(key, ()) for key in _SIZES if key in kwargs)]
+    if sizes and isinstance(sizes[0], (tuple, list)):
+        sizes = sizes[0]
+    return tuple(sizes)
 
 
 def read(flow, func, args, kwargs, out):
@@ -100,26 +141,31 @@ def read(flow, func, args, kwargs, out):
         return out
     axis = value.place.axis
     if isinstance(out, torch.Size):
-        return torch.Size(RankLength(n) if axis in (None, d) else n for d, n in enumerate(out))
+        return torch.Size(_length(n, axis) if axis in (None, d) else n for d, n in enumerate(out))
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if name == "size" and axis is not None and dim is not None and dim % x.dim() != axis:
         return out
     if name == "len" and axis not in (None, 0):
         return out
-    return _of_rank(out)
+    return _length(out, axis if name != "numel" or x.dim() == 1 else None)
+
+
+def _length(number: int, axis: int | None) -> RankLength:
+    """A length that was read; an unknown axis may be any."""
+    return RankLength(number) if axis is None else marked(number)
 
 
 def check(flow, func, args, kwargs) -> None:
     """Refuses to compute with a number that :func:`read` marked."""
     values = [*args, *kwargs.values()]
-    if not any(isinstance(x, _OfRank) for x in values):
+    if not any(isinstance(x, _Computable) for x in values):
         return
     name = name_of(func)[0]
     if name in _VALUES:
         values = [*args[_VALUES[name] :], kwargs.get("fill_value")]
     elif name not in _COMPUTE:
         return
-    number = next((x for x in values if isinstance(x, _OfRank)), None)
+    number = next((x for x in values if isinstance(x, _Computable)), None)
     if number is not None:
         flow.fail(
             name,

@@ -3,10 +3,12 @@ parts of a rank's tensor."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from deepsp.schedule.flow import reshapes
-from deepsp.schedule.flow.values import Split, TracedCall, TracedPlacement
+from deepsp.schedule.flow.lengths import is_local
+from deepsp.schedule.flow.values import Split, TracedCall, TracedPlacement, Value
 
 
 def _cut(call: TracedCall, begin: int, length: int, dim: int) -> TracedPlacement:
@@ -52,14 +54,61 @@ def piece(call: TracedCall, out: Tensor) -> TracedPlacement | None:
     dim, x = _along(call), call["self"]
     value = call.value(x)
     begin, step = call["start"] or 0, call["step"] or 1
-    if value.split and out.shape == x.shape and begin == 0:
-        return value.place
     if dim is None:
-        return None
-    if step != 1:
-        call.fail_split(value, f"every {step}th element is taken along axis {dim}")
+        return value.place if value.split and out.shape == x.shape and begin == 0 else None
     begin, _, _ = slice(int(begin), None).indices(x.size(dim))
+    if step == 1 and begin == 0 and out.size(dim) == x.size(dim):
+        if call.name == "narrow" and not any(map(is_local, call.flow.sizes)):
+            _check_count(call.flow, call.name, value, call["length"], x.size(dim))
+        return value.place
+    if step != 1:
+        parts = value.place.parts
+        to_end = call["end"] is None or call["end"] >= x.size(dim)
+        if begin >= step or not to_end or any(n % step != 0 for n in parts):
+            call.fail_split(
+                value,
+                f"every {step}th element is taken along axis {dim}, and this rank's parts, of "
+                f"{', '.join(map(str, parts))}, aren't multiples of {step} taken to their end",
+            )
+        return Split(dim, tuple(n // step for n in parts), value.place.origin)
     return _cut(call, begin, out.size(dim), dim)
+
+
+def check_slices(flow, x: Tensor, index) -> None:
+    """Refuses ``x[:, :6]`` and ``x[:, -6:]`` where a rank has fewer than six elements: it takes all
+    of them, and one process may have more. Python clamps the numbers before it calls an op."""
+    value = flow.value(x)
+    if not value.split or value.place.axis is None:
+        return
+    items = index if isinstance(index, tuple) else (index,)
+    taken = [_dims_taken(item) for item in items]
+    dim = 0
+    for item, count in zip(items, taken, strict=True):
+        if item is Ellipsis:
+            dim += x.dim() - sum(taken)
+        elif isinstance(item, slice) and dim == value.place.axis:
+            for number in (item.stop, None if item.start is None else -item.start):
+                _check_count(flow, "slice", value, number, x.size(dim))
+        dim += count
+
+
+def _dims_taken(item) -> int:
+    if item is None or item is Ellipsis:
+        return 0
+    return item.dim() if isinstance(item, Tensor) and item.dtype == torch.bool else 1
+
+
+def _check_count(flow, name: str, value: Value, count, size: int) -> None:
+    """``count``: how many elements are taken, from one end."""
+    known = isinstance(count, int) and not is_local(count)
+    if known and size <= count < size * flow.member[1]:
+        flow.fail(
+            name,
+            f"{count} elements are taken along axis {value.place.axis}, of which this rank has "
+            f"{size}, and one process may have more than {count}; {value.name} is {value.place}: "
+            "sync it with all_gather before (mode='fwd_pre' here, or 'fwd_post' where it comes "
+            "from)",
+        )
 
 
 def cat(call: TracedCall, out: Tensor) -> TracedPlacement | None:

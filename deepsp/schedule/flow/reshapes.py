@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from deepsp.schedule.flow.lengths import Divided, is_local, marked
 from deepsp.schedule.flow.values import Split, TracedCall, TracedPlacement
 
 DIVIDED = "_deepsp_divided"
 """The module attribute with the names of the attributes that the schedule has divided."""
 
 
+@contextlib.contextmanager
+def divided(model: nn.Module) -> Iterator[None]:
+    """Marks the attributes that the schedule has divided, in this context."""
+    own = [(vars(m), name) for m in model.modules() for name in vars(m).get(DIVIDED, ())]
+    for attributes, name in own:
+        attributes[name] = marked(attributes[name], Divided)
+    try:
+        yield
+    finally:
+        for attributes, name in own:
+            if isinstance(attributes.get(name), Divided):
+                attributes[name] = int(attributes[name])
+
+
 def reshaped(
-    split: Split, before: tuple[int, ...], after: tuple[int, ...], free: int | None = None
+    split: Split,
+    before: tuple[int, ...],
+    after: tuple[int, ...],
+    free: int | None = None,
+    within: bool = False,
 ) -> Split:
     """The place of a sharded tensor of sizes ``before``, viewed with sizes ``after``.
 
     Each of the axis's equal parts ends at ``top`` elements, counted from the innermost dimension.
     The axis of the view that contains ``top`` is the sharded one, if parts end at its rows.
     ``free``: the dimension given as -1; among sizes of one, it is the one that depends on the rank.
+    ``within``: the dimensions before and after the axis stay as they are.
     """
     axis, parts = split.axis, split.parts
     if axis is None or 0 in before:
@@ -34,9 +56,9 @@ def reshaped(
         same = len(after) - len(behind) - 1
         kept = same >= 0 and after[same:] == before[axis:]
         return split.at(same) if kept else unknown
+    top = block * inner
     if block == 1:
         return _of_one(split, inner, after, free)
-    top = block * inner
     below = 1
     for new in range(len(after) - 1, -1, -1):
         if below < top <= below * after[new]:
@@ -47,7 +69,7 @@ def reshaped(
                 # The axis may also be one head's channels, and the axis before it the heads.
                 left = _left_of(after, new, free)
                 if left is not None and after[left] == 1:
-                    if free == left and math.prod(before[:axis]) == 1:
+                    if free == left and math.prod(before[:axis]) == 1 and not within:
                         return unknown
                     if free == left or _unit(split) == block:
                         return Split(left, (1,), split.origin)
@@ -58,6 +80,17 @@ def reshaped(
             return Split(new, (top // below,) * outer, split.origin)
         below *= after[new]
     return unknown
+
+
+def _along(split: Split, before: tuple, after: tuple, dim: int) -> Split | None:
+    """:func:`reshaped`, if the rank's part is rows of this dimension."""
+    if split.axis is None or len(set(split.parts)) != 1 or 0 in (*before, *after):
+        return None
+    top, below = split.parts[0] * math.prod(before[split.axis + 1 :]), math.prod(after[dim + 1 :])
+    count, rest = divmod(below * after[dim], top)
+    if rest or count == 0 or top % below:
+        return None
+    return Split(dim, (top // below,) * count, split.origin)
 
 
 def _of_one(split: Split, inner: int, after: tuple[int, ...], free: int | None) -> Split:
@@ -87,20 +120,28 @@ def reshape(call: TracedCall, out: Tensor) -> TracedPlacement:
     place = call.place(x)
     if not isinstance(place, Split):
         return place
-    free = _free(call, x, out)
-    if free and _is_divided(call, out.size(free - 1)):
-        free -= 1  # view(B, T, num_heads, -1): the heads depend on the rank, not their size
-    result = reshaped(place, tuple(x.shape), tuple(out.shape), free)
+    begin, end = _changed(call, x)
+    free = _free(call, begin)
+    before, after = tuple(x.shape), tuple(out.shape)
+    if place.axis is not None and not begin <= place.axis < end:
+        return place.at(place.axis + (len(after) - len(before)) * (place.axis >= end))
+    if call.name == "flatten":
+        local = _along(place, before, after, begin)
+    else:
+        local = _by_numbers(call, place, before, after, free)
+    if local is not None:
+        return local
+    result = reshaped(place, before, after, free, within=call.name == "unflatten")
     if free is not None and result.axis is not None and place.axis is not None:
         # The axis was cut into a sharded outer part and an inner part that all ranks have in full.
-        inner = math.prod(x.shape[place.axis + 1 :])
+        inner = math.prod(before[place.axis + 1 :])
         # An inner size equal to the weight's unit isn't sharded (a unit of 1 says nothing).
         unit = _unit(place)
         if (
-            (unit in (None, 1) or unit * inner != math.prod(out.shape[free:]))
+            (unit in (None, 1) or unit * inner != math.prod(after[free:]))
             and free > result.axis
-            and math.prod(out.shape[free + 1 :]) >= inner
-            and x.shape != out.shape
+            and math.prod(after[free + 1 :]) >= inner
+            and before != after
         ):
             call.fail(
                 f"the size given as -1 ({out.size(free)} here) is an inner one of a tensor that is "
@@ -111,18 +152,43 @@ def reshape(call: TracedCall, out: Tensor) -> TracedPlacement:
     return result
 
 
-def _is_divided(call: TracedCall, size: int) -> bool:
-    """Whether a size can only be an attribute of a running module that the schedule divided."""
-    divided, others = set(), set()
-    for module in call.flow.stack:
-        for name, value in vars(module).items():
-            if isinstance(value, int) and not isinstance(value, bool):
-                (divided if name in vars(module).get(DIVIDED, ()) else others).add(value)
-    return size in divided - others
+def _changed(call: TracedCall, x: Tensor) -> tuple[int, int]:
+    """The dimensions whose sizes an op changes, from the first to behind the last."""
+    if call.name == "unflatten":
+        dim = call["dim"] % x.dim()
+        return dim, dim + 1
+    if call.name == "flatten" and x.dim() > 0:
+        return call["start_dim"] % x.dim(), call["end_dim"] % x.dim() + 1
+    return 0, x.dim()
 
 
-def _free(call: TracedCall, x: Tensor, out: Tensor) -> int | None:
+def _by_numbers(
+    call: TracedCall, place: Split, before: tuple, after: tuple, free: int | None
+) -> Split | None:
+    """:func:`reshaped`, if Python's numbers show which size depends on the rank: a local length or
+    a divided attribute; or one computed from those, or else the one given as -1."""
+    sizes, begin = call.flow.sizes, _changed(call, call["self"])[0]
+    if len(sizes) != len(call["size"] or call["shape"] or call["sizes"] or ()):
+        return None
+    marks = [d for d, n in enumerate(sizes, begin) if is_local(n)]
+    exact = [d for d in marks if sizes[d - begin].exact]
+    if len(exact) == 1:
+        marks = exact
+    elif free is not None and marks:
+        marks.append(free)
+    elif len(marks) == 1 and _is_after_one(sizes, before[begin:], marks[0] - begin):
+        return None if 1 < (_unit(place) or 1) == place.parts[0] else place.at(None)
+    fits = [at for d in marks if (at := _along(place, before, after, d)) is not None]
+    return fits[0] if len(fits) == 1 else place.at(None) if fits else None
+
+
+def _is_after_one(sizes: tuple, before: tuple, dim: int) -> bool:
+    """Whether a size of one before a computed size may have been divided by hand."""
+    kept = next((d for d, (a, b) in enumerate(zip(sizes, before, strict=False)) if a != b), 0)
+    return sizes[dim] > 1 and 1 in sizes[kept:dim]
+
+
+def _free(call: TracedCall, begin: int) -> int | None:
     """The dimension whose size was given as -1."""
-    begin = call["dim"] % x.dim() if call.name == "unflatten" else 0
     sizes = list(call["size"] or call["shape"] or call["sizes"] or ())
     return begin + sizes.index(-1) if -1 in sizes else None

@@ -176,8 +176,15 @@ class TracedCall(Op):
         )
 
     def fail_split(self, value: Value, text: str) -> NoReturn:
+        fix = ""
+        if value.place.axis is None:
+            fix = (
+                "a view has left open which of its sizes is this rank's part; read numbers of "
+                "heads from the tensor (x.shape), or divide the module's attribute "
+                "(sch[...].divide), and pass their size as unit= to shard; or "
+            )
         self.fail(
-            f"{text}; {value.name} is {value.place}: sync it with all_gather before "
+            f"{text}; {value.name} is {value.place}: {fix}sync it with all_gather before "
             "(mode='fwd_pre' here, or 'fwd_post' where it comes from)"
         )
 
