@@ -740,6 +740,59 @@ def test_one_head_on_each_rank(ranks):
     on_ranks(ranks, _one_head)
 
 
+class Forgets(nn.Module):
+    """Attention whose numbers of heads the schedule must divide, all of them."""
+
+    def __init__(self, how, num_heads=4, num_kv_heads=4):
+        super().__init__()
+        self.how, self.num_heads, self.num_kv_heads = how, num_heads, num_kv_heads
+        self.q, self.out = nn.Linear(6, 4 * num_heads), nn.Linear(4 * num_heads, 6, bias=False)
+        self.k = nn.Linear(6, 4 * num_kv_heads)
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k = self.q(x), self.k(x)
+        if self.how == "channels":
+            q, k = (y.view(b, t, self.num_heads, y.size(-1) // self.num_heads) for y in (q, k))
+        else:
+            q, k = (y.unflatten(-1, (-1, 4)) for y in (q, k))
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        times = self.num_heads // self.num_kv_heads
+        if self.how == "repeated":
+            k = k.repeat_interleave(times, 1)
+        if self.how == "expanded":
+            k = k[:, :, None].expand(-1, -1, times, -1, -1).flatten(1, 2)
+        out = F.scaled_dot_product_attention(q, k, k)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+def _forgotten_divide():
+    def plan(sch, *numbers):
+        for name in "qk":
+            sch[name].shard("weight", axis=0, unit=4)
+        sch["out"].shard("weight", axis=1, unit=4)
+        sch.divide(*numbers)
+        sch["out"].sync("fwd_post", "all_reduce")
+        sch.sync("bwd_post", "all_reduce")
+
+    all_ = ("num_heads", "num_kv_heads")
+    left = r"{}: it repeats .* Shard\(1\), 0 times, .* divide all .* num_key_value_heads"
+    for how, numbers, text in [
+        ("repeated", all_[:1], left.format("repeat_interleave")),
+        ("expanded", all_[:1], left.format("expand")),
+        ("channels", (), r"view: the size 2 is computed from a local length .* size 4, .* isn't"),
+    ]:
+        built_and_compared(lambda how=how: Forgets(how), lambda s: plan(s, *all_), data(2, 5, 6))
+        with pytest.raises(ValueError, match=text):
+            built_and_compared(
+                lambda how=how: Forgets(how), lambda s, n=numbers: plan(s, *n), data(2, 5, 6)
+            )
+
+
+def test_a_forgotten_divide():
+    on_ranks(2, _forgotten_divide)
+
+
 class _Heads(nn.Module):
     """Attention that gives the number of heads and -1, with rotary positions as complex numbers."""
 

@@ -160,6 +160,8 @@ def follow(flow: Flow, call: TracedCall, run=None):
         if places is None:
             raise refusal
     if isinstance(places, Split):
+        if name in ("expand", "expand_as", "repeat"):
+            pieces.check_left(call, results[0])
         _check_length(call, results, places)
     random = drawing.note(flow, call, before) or any(v.random for _, v in call.tensors)
     _record(flow, call, writes_to or results, places, bool(writes_to), random)

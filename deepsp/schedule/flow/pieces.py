@@ -124,6 +124,17 @@ def cat(call: TracedCall, out: Tensor) -> TracedPlacement | None:
     return Split(dim, tuple(p for v in values for p in v.place.parts), first.place.origin)
 
 
+def check_left(call: TracedCall, out: Tensor) -> None:
+    """Refuses to repeat heads 0 times, by ``num_heads // num_kv_heads`` of a rank, say."""
+    value = next((v for t, v in call.tensors if v.split and t.numel() > 0), None)
+    if value is not None and out.numel() == 0:
+        call.fail(
+            f"it repeats {value.name}, which is {value.place}, 0 times, and nothing is left of it; "
+            "the number of repeats is a quotient of local numbers: divide all attributes that it "
+            "is computed from, such as num_heads and num_key_value_heads (sch[...].divide)"
+        )
+
+
 def repeat_interleave(call: TracedCall, out: Tensor) -> TracedPlacement | None:
     x = call["self"]
     value = call.value(x)
@@ -134,6 +145,7 @@ def repeat_interleave(call: TracedCall, out: Tensor) -> TracedPlacement | None:
         call.fail_split(value, "it is repeated")
     if dim % x.dim() != value.place.axis:
         return value.place
+    check_left(call, out)
     call.flow.alike.note_numbers(f"the repeats of {call.name} in {call.flow.where()}", [times])
     return Split(value.place.axis, tuple(n * times for n in value.place.parts), value.place.origin)
 

@@ -132,6 +132,8 @@ def reshape(call: TracedCall, out: Tensor) -> TracedPlacement:
     if local is not None:
         return local
     result = reshaped(place, before, after, free, within=call.name == "unflatten")
+    if any(map(is_local, call.flow.sizes)) and result.axis is not None and free is None:
+        _check_units(call, place, before, after, result)
     if free is not None and result.axis is not None and place.axis is not None:
         # The axis was cut into a sharded outer part and an inner part that all ranks have in full.
         inner = math.prod(before[place.axis + 1 :])
@@ -160,6 +162,24 @@ def _changed(call: TracedCall, x: Tensor) -> tuple[int, int]:
     if call.name == "flatten" and x.dim() > 0:
         return call["start_dim"] % x.dim(), call["end_dim"] % x.dim() + 1
     return 0, x.dim()
+
+
+def _check_units(call: TracedCall, place: Split, before: tuple, after: tuple, to: Split) -> None:
+    """Refuses ``view(B, T, num_heads, C // num_heads)`` where C is a local length and num_heads is
+    not divided: that number would be of smaller heads. If it was divided by hand, each row of the
+    result is a unit of the weight."""
+    inner = math.prod(before[place.axis + 1 :])
+    rows, unit = math.prod(after[to.axis + 1 :]), _unit(place)
+    if before == after or rows >= inner * place.parts[0]:
+        return
+    if unit in (None, 1) or rows % (unit * inner):
+        number = next(n for n in call.flow.sizes if is_local(n))
+        call.fail(
+            f"the size {number} is computed from a local length of a tensor that is {place}, and "
+            f"the size {after[to.axis]}, such as a number of heads, isn't the local one; divide "
+            "that (the module's attribute) as the weight is sharded, by sch[...].divide, or by "
+            "hand with unit=<the inner size> in shard, which shows that it is divided"
+        )
 
 
 def _by_numbers(
