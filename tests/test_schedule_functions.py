@@ -354,6 +354,85 @@ def test_views_by_sizes():
     assert told > 300, told
 
 
+def _attend(q, k, v):
+    return F.softmax(q @ k.mT, -1) @ v
+
+
+def _one_by_one(function):
+    return lambda x: torch.cat([function(h) for h in x.split(4, -1)], -1)
+
+
+# Of [batch, tokens, heads * 4], head by head: function, and the axis of its result.
+BY_HEAD = [
+    (lambda x: torch.stack(x.split(4, -1), 1), 1),
+    (lambda x: torch.stack(x.chunk(x.size(-1) // 4, -1), 1), 1),
+    (lambda x: torch.cat(x.split(4, -1), 0).exp(), 0),
+    (lambda x: torch.cat(torch.cat(x.split(4, -1), 0).cumsum(1).split(x.size(0), 0), -1), 2),
+    (_one_by_one(lambda h: _attend(h, h * 2, h)), 2),
+    (_one_by_one(lambda h: torch.cat([-h.chunk(2, -1)[1], h.chunk(2, -1)[0]], -1)), 2),
+    (_one_by_one(lambda h: h + torch.ones(5, 4, dtype=f64).tril()), 2),
+    (lambda x: torch.stack([h.sum(1) for h in x.unflatten(-1, (-1, 4)).unbind(2)], 1), 1),
+    (
+        lambda x: torch.cat(
+            list(map(_attend, x.split(4, -1), list(x.split(4, -1)), (x * 2).split(4, dim=2))), -1
+        ),
+        2,
+    ),
+]
+
+
+@pytest.mark.parametrize("heads", [[1, 1], [2, 1], [2, 2], [1, 1, 1]])
+@pytest.mark.parametrize("number", range(len(BY_HEAD)))
+def test_by_head(number, heads):
+    function, axis = BY_HEAD[number]
+    x = _x(2, 5, 4 * sum(heads))
+    assert _check(function, [x], [HeldPart(2, (x.size(2),), 4)], len(heads))[0].axis == axis
+
+
+# Of the same, what depends on which head it is, or on how many.
+NOT_BY_HEAD = [
+    (lambda x: torch.cat([h * n for n, h in enumerate(x.split(4, -1))], -1), "in the same way"),
+    (
+        lambda x: torch.cat([h if n else h * 2 for n, h in enumerate(x.split(4, -1))], -1),
+        "in the same way",
+    ),
+    (
+        lambda x: torch.cat(
+            [h if n < 3 else h.exp().log() for n, h in enumerate(x.split(4, -1))], -1
+        ),
+        "in the same way",
+    ),
+    (
+        lambda x: torch.cat([h + _x(4)[n] for n, h in enumerate(x.split(4, -1))], -1),
+        "in the same way",
+    ),
+    (lambda x: torch.cat(x.split(4, -1)[:2], -1), "not all of them are joined"),
+    (lambda x: torch.cat([x.split(4, -1)[n] for n in range(2)], -1), "not all of them are joined"),
+    (lambda x: torch.cat(list(x.split(4, -1))[::-1], -1), "in order"),
+    (lambda x: torch.cat([*x.split(4, -1), x], -1), "a tensor that isn't one"),
+    (lambda x: sum(x.split(4, -1)), "combined with .*item 1"),
+    (lambda x: x.split(4, -1)[0] + x, r"combined with t0, which is Shard\(2\)"),
+    (lambda x: _one_by_one(lambda h: h / len(x.split(4, -1)))(x), "no len()"),
+    (_one_by_one(lambda h: h.mul_(2)), "writes into one"),
+    (lambda x: x.split(4, -1)[1].tolist(), "its values are read"),
+    (
+        lambda x: torch.ops.deepsp.all_reduce(x.split(4, -1)[0], "partial", 0, 2, "simulated"),
+        "communicates",
+    ),
+    (lambda x: torch.stack(x.chunk(2, -1)), "is taken along axis 2"),
+    (lambda x: torch.stack(x.split(2, -1)), "is taken along axis 2"),
+    (lambda x: torch.stack(x.split(x.size(-1) // 2, -1)), "is taken along axis 2"),
+    (lambda x: x.split(8, -1), "8 elements are taken along axis 2"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(NOT_BY_HEAD)))
+def test_not_by_head(number):
+    function, text = NOT_BY_HEAD[number]
+    with pytest.raises(ValueError, match=text):
+        list(_ranks(function, [_x(2, 5, 16)], [HeldPart(2, (16,), 4)], 2))
+
+
 WRONG = [
     (lambda x, y: x + y, [X, X], ["partial", None]),
     (lambda x: x + 1, [X], ["partial"]),

@@ -699,6 +699,7 @@ class Views(nn.Module):
         super().__init__()
         self.how, self.num_heads = how, num_heads
         self.q, self.out = nn.Linear(6, 4 * num_heads), nn.Linear(4 * num_heads, 6, bias=False)
+        self.scale = nn.Parameter(torch.rand(4))
 
     def forward(self, x):
         b, t, _ = x.shape
@@ -711,6 +712,13 @@ class Views(nn.Module):
         elif self.how == "repeated":
             n = self.num_heads
             q = q[:, :, :, None].expand(b, t, n, 2, 4).reshape(b, t, n * 2, 4)[:, :, ::2] + q
+        elif self.how == "one by one":
+            heads = q.flatten(2).split(4, -1)
+            q = torch.stack([F.softmax(h @ h.mT, -1) @ h * self.scale for h in heads], 2)
+        elif self.how == "one of them":
+            return q.unbind(2)[0]
+        elif self.how == "averaged":
+            return self.out((q / self.num_heads).flatten(2))
         elif self.how == "by hand":
             q = q.reshape(b, t, 1, 2, 2).reshape(b, t, 1, 4) + q
         return self.out(q.reshape(b, t, -1))
@@ -727,12 +735,18 @@ def _one_head():
         sch.sync("bwd_post", "all_reduce")
 
     for heads in (size, 2 * size):
-        for how in ("pairs", "unflattened", "repeated"):
+        for how in ("pairs", "unflattened", "repeated", "one by one"):
             built_and_compared(
                 lambda how=how, heads=heads: Views(how, heads), plan, data(1, 5, 6), data(2, 1, 6)
             )
-    with pytest.raises(ValueError, match=r"Shard\(unknown axis\): .*x\.shape.*divide.*unit="):
-        built_and_compared(lambda: Views("by hand", size), plan, data(2, 5, 6))
+    for how, text in [
+        ("by hand", r"Shard\(unknown axis\): .*x\.shape.*divide.*unit="),
+        ("one of them", r"model's output: .* unbind .* is item 0 .*; join them in order with cat"),
+        ("averaged", r"div: it computes with 2, .* an attribute that is divided"),
+    ]:
+        heads = size if how == "by hand" else 2 * size
+        with pytest.raises(ValueError, match=text):
+            built_and_compared(lambda how=how, heads=heads: Views(how, heads), plan, data(2, 5, 6))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepsp import placement
 from deepsp.ranks import randomness
-from deepsp.schedule.flow import drawing, exchanges, lengths, pieces, reshapes, writes
+from deepsp.schedule.flow import drawing, exchanges, items, lengths, pieces, reshapes, writes
 from deepsp.schedule.flow.rows import place_of
 from deepsp.schedule.flow.values import Entry, Split, TracedCall, Value, differentiable, tensors_in
 from deepsp.schedule.placement import REPLICATE
@@ -103,6 +103,8 @@ class Functions(TorchFunctionMode):
             out = func(*args, **kwargs)
         finally:
             flow.sizes = ()
+        if raw in ("split", "chunk", "unbind") and isinstance(out, (list, tuple)):
+            out = items.hand_out(flow, args[0], out)
         return lengths.read(flow, func, args, kwargs, out)
 
 
@@ -126,7 +128,9 @@ def follow(flow: Flow, call: TracedCall, run=None):
         _read(flow, name, call.args)
     ours, piece = exchanges.RULES.get(name), pieces.RULES.get(name)
     places = refusal = None
-    if ours is not None:
+    if any(v.item for _, v in call.tensors) and name not in _ABOUT:
+        places = items.place_of(call)
+    elif ours is not None:
         places = ours(call)
     elif name.startswith("deepsp._"):
         pass  # compares ranks
@@ -229,6 +233,8 @@ def _record(
             continue  # contiguous() and to() may return their input
         value = Value(place, carries and differentiable(tensor), f"what {name} in {where} makes")
         value.uniform, value.random = uniform, random
+        if flow.has_items and value.replicated:
+            items.note(call, value, len(outputs))
         if value.partial:
             value.since = since or where
         outputs.append((tensor, value))

@@ -47,7 +47,7 @@ def note(flow, call: TracedCall, before: list[Tensor]) -> bool:
 
 
 def _note(flow, call: TracedCall) -> None:
-    kind = "sharded" if any(v.split for _, v in call.tensors) else "replicated"
+    kind = "sharded" if any(v.split or v.item for _, v in call.tensors) else "replicated"
     if randomness.inside():
         if kind == "replicated" and call.tensors and call.name in _DROPOUTS:
             call.fail(

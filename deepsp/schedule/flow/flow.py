@@ -101,6 +101,9 @@ class Flow:
         self.stack: list[nn.Module] = []
         self.drawn_in: dict[nn.Module, set[nn.Module]] = {}  # callers of each module that draws
         self.sizes: tuple = ()  # the sizes that the running function was given
+        self.made: dict[object, int] = {}  # numbers of calls, while there are items
+        self.has_items = False
+        self._noted: set = set()
         self._paused = 0
         self._drawn = False  # whether code that isn't followed drew random numbers
         self.alike = Alike(member)
@@ -163,6 +166,7 @@ class Flow:
     def _finish(self, out) -> None:
         outputs = list(tensors_in(out))
         values = [self.value(t) for t in outputs]
+        self._refuse_items("the model's output", values)
         self.findings.outputs = [public(v.place) for v in values]
         for n, value in enumerate(values):
             text = f"the model's output {n} ({value.name}) is {value.place}"
@@ -261,6 +265,9 @@ class Flow:
         for tensor, value in tensors:
             if value.replicated and not (value.uniform or value.random or value.noted):
                 value.noted = True
+                if value.made is not None and value.made in self._noted:
+                    continue
+                self._noted.add(value.made)
                 if id(tensor) not in self.parameters:
                     with self.paused():
                         self.alike.note(value.name, tensor)
@@ -269,7 +276,18 @@ class Flow:
 
     def placement(self, tensor: Tensor) -> Placement:
         """A tensor's placement over the group."""
-        return public(self.value(tensor).place)
+        value = self.value(tensor)
+        self._refuse_items(self.where(), [value])
+        return public(value.place)
+
+    def _refuse_items(self, where: str, values: list[Value]) -> None:
+        """Items of a list of heads go nowhere but into ops."""
+        for value in values:
+            if value.item:
+                raise ValueError(
+                    f"{where}: expected all heads of a rank in one tensor, but {value.name} is "
+                    f"{value.place}; join them in order with cat or stack before"
+                )
 
     def value(self, tensor: Tensor) -> Value:
         with torch._C.DisableTorchFunction():
@@ -325,6 +343,7 @@ class Flow:
             ValueError: the sync doesn't fit x's placement.
         """
         value = self.value(x)
+        self._refuse_items(sync.where, [value])
         unknown = isinstance(value.place, Split) and public(value.place).axis is None
         if unknown and sync.op in ("all_gather", "seq_to_heads", "heads_to_seq"):
             raise ValueError(
@@ -377,6 +396,7 @@ class Flow:
         """Records the output of a module that isn't followed: call it in :meth:`paused`."""
         tensors = list(tensors_in(inputs))
         values = [self.value(t) for t in tensors]
+        self._refuse_items(module_name, values)
         random = self._drawn or any(v.random for v in values)
         self.note_replicated(zip(tensors, values, strict=True))
         outs = []

@@ -158,7 +158,7 @@ def _length(number: int, axis: int | None) -> RankLength:
 def check(flow, func, args, kwargs) -> None:
     """Refuses to compute with a number that :func:`read` marked."""
     values = [*args, *kwargs.values()]
-    if not any(isinstance(x, _Computable) for x in values):
+    if not any(isinstance(x, LocalNumber) for x in values):
         return
     name = name_of(func)[0]
     if name in _VALUES:
@@ -172,4 +172,12 @@ def check(flow, func, args, kwargs) -> None:
             f"it computes with {number}, which comes from the length of a sharded dimension and is "
             "the local length, where one process has the full length. Gather before, or take the "
             "number from a Replicate tensor",
+        )
+    number = next(filter(is_local, values), None)
+    if number is not None:
+        flow.fail(
+            name,
+            f"it computes with {number}, which comes from an attribute that is divided "
+            "(sch[...].divide), where one process has the full number. Divide attributes that are "
+            "sizes only, or keep the full number in another attribute",
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepsp.schedule.flow import reshapes
+from deepsp.schedule.flow import items, reshapes
 from deepsp.schedule.flow.lengths import is_local
 from deepsp.schedule.flow.values import Split, TracedCall, TracedPlacement, Value
 
@@ -42,11 +42,21 @@ def split(call: TracedCall, outs) -> list[TracedPlacement] | None:
     dim = _along(call)
     if dim is None:
         return None
+    heads = items.cut(call, outs)
+    if heads is not None:
+        return heads
+    if call.name == "split" and len(outs) == 1 and not any(map(is_local, call.flow.sizes)):
+        value = call.value(call["self"])
+        _check_count(call.flow, "split", value, outs[0].size(dim), outs[0].size(dim))
     cuts, begin = [], 0
     for piece in outs:
         cuts.append(_cut(call, begin, piece.size(dim), dim))
         begin += piece.size(dim)
     return cuts
+
+
+def unbind(call: TracedCall, outs) -> list[TracedPlacement] | None:
+    return None if _along(call) is None else items.cut(call, outs)
 
 
 def piece(call: TracedCall, out: Tensor) -> TracedPlacement | None:
@@ -153,6 +163,7 @@ def repeat_interleave(call: TracedCall, out: Tensor) -> TracedPlacement | None:
 RULES = {
     **dict.fromkeys(("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split",
                      "unsafe_chunk", "unsafe_split_with_sizes"), split),
+    "unbind": unbind,
     "slice": piece,
     "narrow": piece,
     **dict.fromkeys(("cat", "concat", "concatenate"), cat),

@@ -38,7 +38,27 @@ class Split:
         return f"Shard({self.axis}){parts}"
 
 
-TracedPlacement = Replicate | Partial | Split
+@dataclass(frozen=True)
+class Item:
+    """One head of a list of this rank's heads: ``x.split(head_dim, -1)``, ``x.unbind(2)``.
+
+    index, count: its place in the list of all ranks' heads, and how many there are.
+    local: how many of them this rank has.
+    made: how it was computed: the same for all items that were computed in the same way.
+    origin: the sync or parameter shard that split the heads.
+    """
+
+    index: int
+    count: int
+    local: int
+    made: object
+    origin: object | None = field(default=None, compare=False)
+
+    def __str__(self) -> str:
+        return f"item {self.index} of a list of heads"
+
+
+TracedPlacement = Replicate | Partial | Split | Item
 
 
 def internal(placement: Placement, tensor: Tensor, rank: int) -> TracedPlacement:
@@ -55,6 +75,7 @@ def internal(placement: Placement, tensor: Tensor, rank: int) -> TracedPlacement
 
 
 def public(place: TracedPlacement) -> Placement:
+    assert not isinstance(place, Item)
     if not isinstance(place, Split):
         return place
     return Shard(place.axis if len(place.parts) == 1 else None, place.origin)
@@ -68,6 +89,7 @@ class Value:
     uniform: the same number everywhere, as from ``torch.zeros``: it fits any placement.
     random: it depends on random numbers, which differ between the dry run and later calls.
     noted: it will be compared across the ranks.
+    made: how a replicated tensor was computed, if it was while there are items.
     name: for messages. since: the module that made it partial.
     state: of its gradient, found walking backwards: "replicated" | "partial" for a replicated
         tensor, "own" for others, None: it gets none. why: the entry that the gradient is from.
@@ -83,6 +105,7 @@ class Value:
     leaf: Tensor | None = None
     random: bool = False
     noted: bool = False
+    made: object = None
 
     @property
     def replicated(self) -> bool:
@@ -95,6 +118,10 @@ class Value:
     @property
     def split(self) -> bool:
         return isinstance(self.place, Split)
+
+    @property
+    def item(self) -> bool:
+        return isinstance(self.place, Item)
 
 
 @dataclass(eq=False)
@@ -149,6 +176,14 @@ class TracedCall(Op):
             for dim in range(len(shape)) if place.axis is None else [place.axis]:
                 shape[dim] = max(shape[dim], 1) * self.flow.member[1] + (self.flow.member[1] == 1)
         return shape
+
+    def keep_first(self, name: str, count: int) -> None:
+        """Calls the op with the first tensors of an argument that is a list."""
+        tensors = list(self[name])[:count]
+        if name in self.kwargs:
+            self.kwargs = {**self.kwargs, name: tensors}
+        else:  # the first argument
+            self.args = (tensors, *self.args[1:])
 
     def dtype(self, tensor: Tensor) -> torch.dtype:
         return tensor.dtype
