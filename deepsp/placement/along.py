@@ -28,7 +28,7 @@ def reduced(op: Op) -> list[int]:
     dim = op["dim"] if op["dims"] is None else op["dims"]
     if not isinstance(dim, int) and not dim:
         return list(range(ndim))
-    return [d % ndim for d in listed(dim)]
+    return [d % max(ndim, 1) for d in listed(dim)]
 
 
 @rule(

@@ -129,7 +129,7 @@ def along(op: Op, over: Iterable[int], linear: bool = False) -> list[Row]:
     x, *rest = op.operands
     others = [(y, None) for y in rest]
     ndim = len(op.shape(x))
-    excluded = {d % ndim for d in over}
+    excluded = {d % max(ndim, 1) for d in over}
     rows = sharded((d for d in range(ndim) if d not in excluded), [x], *others)
     return rows + (row(SUM, (x, SUM), *others) if linear else [])
 

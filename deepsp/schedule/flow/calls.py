@@ -103,6 +103,8 @@ class Functions(TorchFunctionMode):
             out = func(*args, **kwargs)
         finally:
             flow.sizes = ()
+        if raw in ("arange", "linspace") and any(map(lengths.is_local, [*args, *kwargs.values()])):
+            flow.value(out).counted = True
         if raw in ("split", "chunk", "unbind") and isinstance(out, (list, tuple)):
             out = items.hand_out(flow, args[0], out)
         return lengths.read(flow, func, args, kwargs, out)
@@ -123,7 +125,7 @@ def follow(flow: Flow, call: TracedCall, run=None):
     """Follows an op that the model calls. ``run``: calls it, if not as ``call.target``."""
     name = call.name
     writes_to = list(tensors_in(call.written))
-    replicated = not flow.any_not_replicated(call.tensors)
+    replicated = all(v.replicated for _, v in call.tensors)
     if name in _READS:
         _read(flow, name, call.args)
     ours, piece = exchanges.RULES.get(name), pieces.RULES.get(name)
@@ -233,6 +235,7 @@ def _record(
             continue  # contiguous() and to() may return their input
         value = Value(place, carries and differentiable(tensor), f"what {name} in {where} makes")
         value.uniform, value.random = uniform, random
+        value.counted = value.replicated and any(v.counted for v in inputs)
         if flow.has_items and value.replicated:
             items.note(call, value, len(outputs))
         if value.partial:

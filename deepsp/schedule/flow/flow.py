@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepsp.ranks import randomness
 from deepsp.ranks.groups import Member
-from deepsp.schedule.flow import backward, calls, drawing, reshapes, writes
+from deepsp.schedule.flow import backward, calls, drawing, reshapes, traceless, writes
 from deepsp.schedule.flow.alike import Alike
 from deepsp.schedule.flow.arguments import copied
 from deepsp.schedule.flow.meetings import Meetings
@@ -107,7 +107,7 @@ class Flow:
         self._paused = 0
         self._drawn = False  # whether code that isn't followed drew random numbers
         self.alike = Alike(member)
-        self.grad = GradMode()
+        self.grad = traceless.GradMode()
 
     # ---- the run
 
@@ -124,43 +124,23 @@ class Flow:
         args, kwargs = copied((args, dict(kwargs)), {})
         for tensor in tensors_in((args, kwargs)):
             self._know(tensor, REPLICATE, "an input of the model")
-        saved = randomness.states()
-        buffers = [
-            (module, name, b, b.detach().clone(), b.grad_fn is not None)
-            for module in self.model.modules()
-            for name, b in module._buffers.items()
-            if b is not None
-        ]
         _local.flow = self
         try:
-            nothing = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _no_backward)
             with (
-                torch.enable_grad(),
-                nothing,
+                traceless.unchanged(self.model),
                 self._following_modules(),
                 reshapes.divided(self.model),
-                self._modes(),
+                calls.Functions(self),
+                calls.Ops(self),
             ):
-                out = _noted(self.model, args, kwargs)
+                out = traceless.noted(self.model, args, kwargs)
             self.note_replicated((tensor, self.value(tensor)) for tensor in tensors_in(out))
             self._finish(out)
         finally:
             _local.flow = None
-            randomness.restore(saved)
-            with torch.no_grad():
-                for module, name, buffer, before, computed in buffers:
-                    module._buffers[name] = buffer  # the model may have replaced it
-                    if buffer.shape == before.shape:
-                        buffer.copy_(before)
-                    if buffer.grad_fn is None or computed:
-                        continue
-                    if buffer._is_view():  # can't be detached in place
-                        module._buffers[name] = buffer.detach()
-                    else:
-                        buffer.detach_()
         if self.findings.streams:
             self.meet("the comparison of random numbers")
-            randomness.compare(saved, self.member)
+            randomness.compare(randomness.states(), self.member)
         return self.findings
 
     def _finish(self, out) -> None:
@@ -222,11 +202,6 @@ class Flow:
         finally:
             for handle in handles:
                 handle.remove()
-
-    @contextlib.contextmanager
-    def _modes(self) -> Iterator[None]:
-        with calls.Functions(self), calls.Ops(self):
-            yield
 
     @property
     def is_paused(self) -> bool:
@@ -321,9 +296,6 @@ class Flow:
         self._leaves.append(value)
         return value
 
-    def any_not_replicated(self, tensors) -> bool:
-        return any(not v.replicated for _, v in tensors)
-
     def where(self) -> str:
         """The innermost module that is running."""
         if not self.stack:
@@ -413,46 +385,3 @@ class Flow:
             outs.append(value)
             self.values[t] = value
         self.tape.append(Entry("forward", module_name, values, outs))
-
-
-def _noted(model: nn.Module, args: tuple, kwargs: Mapping):
-    """Calls the model; a note on its errors says that this was the dry run."""
-    try:
-        return model(*args, **kwargs)
-    except RuntimeError as error:
-        error.add_note(
-            "In the schedule's dry run, which calls the model's forward once with gradients on, "
-            "also under torch.no_grad, and with saved tensors replaced. A forward that uses "
-            "torch.func.grad or vjp, or writes to a parameter in place outside of its own "
-            "torch.no_grad, can't be followed: register a method for that module "
-            "(deepsp.register_shard_method)."
-        )
-        raise
-
-
-def _no_backward(_) -> NoReturn:
-    raise RuntimeError(
-        "expected no backward through tensors of the schedule's dry run: call backward outside of "
-        "the model's forward, and detach tensors that the model keeps from one call to the next"
-    )
-
-
-class GradMode:
-    """Follows ``torch._C._set_grad_enabled``: gradients are off only where the model turned them
-    off. The forward of a ``torch.autograd.Function``, also a reentrant checkpoint's, runs without
-    gradients too, but its results have some."""
-
-    def __init__(self):
-        self._off = False
-
-    def set(self, enabled: bool) -> None:
-        """Call it before ``_set_grad_enabled``."""
-        if enabled:
-            self._off = False
-        elif torch.is_grad_enabled():
-            self._off = True
-
-    @property
-    def enabled(self) -> bool:
-        self._off = self._off and not torch.is_grad_enabled()
-        return not self._off

@@ -83,7 +83,7 @@ def _by_heads(call: TracedCall, place: Split, size: int) -> bool:
     if call.name != "split" or not isinstance(number, int) or is_local(number):
         return False
     unit = getattr(place.origin, "units", None) or [getattr(place.origin, "unit", None)]
-    return size == 1 or size == unit[0]
+    return number == size and size in (1, unit[0])
 
 
 def place_of(call: TracedCall):

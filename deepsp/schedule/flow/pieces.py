@@ -3,6 +3,8 @@ parts of a rank's tensor."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,8 @@ def _cut(call: TracedCall, begin: int, length: int, dim: int) -> TracedPlacement
         if begin <= offset < begin + length and offset + part <= begin + length:
             parts.append(part)
         offset += part
-    if sum(parts) != length or length == 0:
+    by_hand = value.place.merged and not any(map(is_local, call.flow.sizes))
+    if sum(parts) != length or length == 0 or (by_hand and length < offset):
         parts = value.place.parts
         lengths = f" of {', '.join(map(str, parts))} here" if len(parts) > 1 else ""
         call.fail_split(
@@ -28,7 +31,7 @@ def _cut(call: TracedCall, begin: int, length: int, dim: int) -> TracedPlacement
             f"[{begin}:{begin + length}] is taken along axis {dim}, along which each rank has its "
             f"local part only{lengths} (for a weight of several projections, pass parts= to shard)",
         )
-    return Split(dim, tuple(parts), value.place.origin)
+    return replace(value.place, axis=dim, parts=tuple(parts))
 
 
 def _along(call: TracedCall) -> int | None:
@@ -45,14 +48,33 @@ def split(call: TracedCall, outs) -> list[TracedPlacement] | None:
     heads = items.cut(call, outs)
     if heads is not None:
         return heads
-    if call.name == "split" and len(outs) == 1 and not any(map(is_local, call.flow.sizes)):
-        value = call.value(call["self"])
-        _check_count(call.flow, "split", value, outs[0].size(dim), outs[0].size(dim))
+    _check_list(call, outs, dim)
     cuts, begin = [], 0
     for piece in outs:
         cuts.append(_cut(call, begin, piece.size(dim), dim))
         begin += piece.size(dim)
     return cuts
+
+
+def _check_list(call: TracedCall, outs, dim: int) -> None:
+    """Refuses a list that is shorter than in one process: of pieces of a given size, or of a given
+    number of pieces."""
+    if any(map(is_local, call.flow.sizes)):
+        return
+    size, value = outs[0].size(dim), call.value(call["self"])
+    if call.name == "split" and len(outs) == 1:
+        _check_count(call.flow, "split", value, size, size)
+    if call.name == "split" and len(outs) != len(value.place.parts):
+        call.fail_split(
+            value,
+            f"it takes pieces of {size} along axis {dim}, and these aren't this rank's heads "
+            f"(unit={size} in shard shows that they are) or parts (parts=)",
+        )
+    if call.name in ("chunk", "unsafe_chunk") and len(outs) < call["chunks"]:
+        call.fail_split(
+            value,
+            f"{call['chunks']} chunks are taken along axis {dim}, and this rank has {len(outs)}",
+        )
 
 
 def unbind(call: TracedCall, outs) -> list[TracedPlacement] | None:
@@ -80,7 +102,8 @@ def piece(call: TracedCall, out: Tensor) -> TracedPlacement | None:
                 f"every {step}th element is taken along axis {dim}, and this rank's parts, of "
                 f"{', '.join(map(str, parts))}, aren't multiples of {step} taken to their end",
             )
-        return Split(dim, tuple(n // step for n in parts), value.place.origin)
+        # Without the origin, whose units are longer.
+        return replace(value.place, parts=tuple(n // step for n in parts), origin=None)
     return _cut(call, begin, out.size(dim), dim)
 
 
@@ -157,7 +180,7 @@ def repeat_interleave(call: TracedCall, out: Tensor) -> TracedPlacement | None:
         return value.place
     check_left(call, out)
     call.flow.alike.note_numbers(f"the repeats of {call.name} in {call.flow.where()}", [times])
-    return Split(value.place.axis, tuple(n * times for n in value.place.parts), value.place.origin)
+    return replace(value.place, parts=tuple(n * times for n in value.place.parts), origin=None)
 
 
 RULES = {

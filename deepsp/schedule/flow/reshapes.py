@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import NoReturn
 
 from torch import Tensor, nn
 
@@ -75,7 +77,7 @@ def reshaped(
                         return Split(left, (1,), split.origin)
                     if axis == 0 or before[axis - 1] != 1:
                         return unknown
-                elif left is not None and _unit(split) in (None, block):
+                elif left is not None and _unit(split) in (None, 1, block):
                     return unknown
             return Split(new, (top // below,) * outer, split.origin)
         below *= after[new]
@@ -116,10 +118,15 @@ def _unit(split: Split) -> int | None:
 
 
 def reshape(call: TracedCall, out: Tensor) -> TracedPlacement:
-    x = call["self"]
-    place = call.place(x)
+    place = call.place(call["self"])
     if not isinstance(place, Split):
         return place
+    result = _reshape(call, place, out)
+    return replace(result, merged=place.merged or len(result.parts) > len(place.parts))
+
+
+def _reshape(call: TracedCall, place: Split, out: Tensor) -> Split:
+    x = call["self"]
     begin, end = _changed(call, x)
     free = _free(call, begin)
     before, after = tuple(x.shape), tuple(out.shape)
@@ -132,26 +139,44 @@ def reshape(call: TracedCall, out: Tensor) -> TracedPlacement:
     if local is not None:
         return local
     result = reshaped(place, before, after, free, within=call.name == "unflatten")
-    if any(map(is_local, call.flow.sizes)) and result.axis is not None and free is None:
-        _check_units(call, place, before, after, result)
-    if free is not None and result.axis is not None and place.axis is not None:
-        # The axis was cut into a sharded outer part and an inner part that all ranks have in full.
-        inner = math.prod(before[place.axis + 1 :])
-        # An inner size equal to the weight's unit isn't sharded (a unit of 1 says nothing).
-        unit = _unit(place)
-        if (
-            (unit in (None, 1) or unit * inner != math.prod(after[free:]))
-            and free > result.axis
-            and math.prod(after[free + 1 :]) >= inner
-            and before != after
-        ):
-            call.fail(
-                f"the size given as -1 ({out.size(free)} here) is an inner one of a tensor that is "
-                f"{place}, but its outer one, such as the number of heads, is sharded; divide that "
-                "(the module's attribute) as the weight is sharded, by sch[...].divide, or by hand "
-                "with unit=<the inner size> in shard, which shows that it is divided"
-            )
-    return result
+    return result if result.axis is None else _by_hand(call, place, before, after, free, result)
+
+
+def _by_hand(
+    call: TracedCall, place: Split, before: tuple, after: tuple, free: int | None, to: Split
+) -> Split:
+    """``to``, if the weight's unit shows that a size that Python passes was divided by hand, where
+    the view needs one that was: one process has a larger one."""
+    marked = next(filter(is_local, call.flow.sizes), None)
+    inner, unit = math.prod(before[place.axis + 1 :]), _unit(place)
+    if unit in (None, 1) or inner * place.parts[0] % unit:  # 1, or one that was cut, says nothing
+        unit = None
+    else:
+        unit *= inner
+    if free is None:
+        rows = math.prod(after[to.axis + 1 :])
+        cuts = before != after and rows < inner * place.parts[0]
+        if cuts and marked is not None and (unit is None or rows % unit):
+            _refuse(call, f"{marked} is computed from a local length", place, after[to.axis])
+    elif free < to.axis:
+        if unit is None and marked is None:
+            return to.at(None)
+    else:
+        # An axis that was cut: an outer part is sharded, and all ranks have the inner part in full.
+        full = math.prod(after[free + 1 :]) >= inner and unit != math.prod(after[free:])
+        if free > to.axis and before != after and full:
+            what = f"given as -1 ({after[free]} here) is an inner one"
+            _refuse(call, what, place, after[to.axis])
+    return to
+
+
+def _refuse(call: TracedCall, what: str, place: Split, size: int) -> NoReturn:
+    call.fail(
+        f"the size {what} of a tensor that is {place}, but its outer one ({size}), such as the "
+        "number of heads, is sharded; divide that (the module's attribute) as the weight is "
+        "sharded, by sch[...].divide, or by hand with unit=<the inner size> in shard, which shows "
+        "that it is divided"
+    )
 
 
 def _changed(call: TracedCall, x: Tensor) -> tuple[int, int]:
@@ -162,24 +187,6 @@ def _changed(call: TracedCall, x: Tensor) -> tuple[int, int]:
     if call.name == "flatten" and x.dim() > 0:
         return call["start_dim"] % x.dim(), call["end_dim"] % x.dim() + 1
     return 0, x.dim()
-
-
-def _check_units(call: TracedCall, place: Split, before: tuple, after: tuple, to: Split) -> None:
-    """Refuses ``view(B, T, num_heads, C // num_heads)`` where C is a local length and num_heads is
-    not divided: that number would be of smaller heads. If it was divided by hand, each row of the
-    result is a unit of the weight."""
-    inner = math.prod(before[place.axis + 1 :])
-    rows, unit = math.prod(after[to.axis + 1 :]), _unit(place)
-    if before == after or rows >= inner * place.parts[0]:
-        return
-    if unit in (None, 1) or rows % (unit * inner):
-        number = next(n for n in call.flow.sizes if is_local(n))
-        call.fail(
-            f"the size {number} is computed from a local length of a tensor that is {place}, and "
-            f"the size {after[to.axis]}, such as a number of heads, isn't the local one; divide "
-            "that (the module's attribute) as the weight is sharded, by sch[...].divide, or by "
-            "hand with unit=<the inner size> in shard, which shows that it is divided"
-        )
 
 
 def _by_numbers(

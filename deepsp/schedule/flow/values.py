@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -22,14 +22,16 @@ class Split:
         their lengths. One part: the ranks' tensors one after another are the full tensor. Several:
         fused projections, or tokens merged with the batch dimension before them.
     origin: the sync or parameter shard that split it.
+    merged: the parts are rows of a merged dimension, and not projections.
     """
 
     axis: int | None
     parts: tuple[int, ...] = ()
     origin: object | None = field(default=None, compare=False)
+    merged: bool = field(default=False, compare=False)
 
     def at(self, axis: int | None) -> Split:
-        return Split(axis, self.parts, self.origin)
+        return replace(self, axis=axis)
 
     def __str__(self) -> str:
         if self.axis is None:
@@ -87,6 +89,8 @@ class Value:
 
     carries: a gradient goes through it.
     uniform: the same number everywhere, as from ``torch.zeros``: it fits any placement.
+    counted: it counts the elements of a sharded dimension, as ``torch.arange(x.size(1))`` does: its
+        sizes of 1 aren't broadcast.
     random: it depends on random numbers, which differ between the dry run and later calls.
     noted: it will be compared across the ranks.
     made: how a replicated tensor was computed, if it was while there are items.
@@ -99,6 +103,7 @@ class Value:
     carries: bool
     name: str
     uniform: bool = False
+    counted: bool = False
     since: str = ""
     state: str | None = None
     why: Entry | None = None
@@ -171,7 +176,10 @@ class TracedCall(Op):
     def shape(self, tensor: Tensor) -> list[int]:
         """A shape in which a size is 1 only if the full tensor's is: this rank's part of a sharded
         dimension may be 1. ``squeeze`` removes local sizes of 1, so it gets the local shape."""
-        place, shape = self.flow.value(tensor).place, list(tensor.shape)
+        value, shape = self.flow.value(tensor), list(tensor.shape)
+        place = value.place
+        if value.counted:
+            return [n + (n == 1) for n in shape]
         if isinstance(place, Split) and self.name != "squeeze":
             for dim in range(len(shape)) if place.axis is None else [place.axis]:
                 shape[dim] = max(shape[dim], 1) * self.flow.member[1] + (self.flow.member[1] == 1)
