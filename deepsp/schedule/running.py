@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from deepsp.ranks import randomness
 from deepsp.ranks.groups import Member, on_all_ranks
 from deepsp.schedule import flow
 from deepsp.schedule.around import Checkpointed, Drawing
-from deepsp.schedule.flow import call_key
+from deepsp.schedule.flow import Findings, call_key
 from deepsp.schedule.picking import pick_input, pick_output
 from deepsp.schedule.placement import Placement, Shard
 from deepsp.schedule.swap import swap
@@ -30,29 +30,13 @@ def recomputes() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-@dataclass
-class Kind:
-    """What the dry run found for one kind of call."""
-
-    grads: dict[Sync, str] = field(default_factory=dict)
-    # For each gathering sync, what split the tensor; None: unknown, so ranks send their sizes.
-    origins: dict[Sync, object | None] = field(default_factory=dict)
-    partial: set[str] = field(default_factory=set)  # parameters with a partial gradient
-    replicated: set[str] = field(default_factory=set)  # parameters with the full gradient
-    # Modules that draw random numbers: "replicated", the same on each rank, or "sharded"; and the
-    # "replicated" ones that are called inside "sharded" ones.
-    streams: dict[nn.Module, str] = field(default_factory=dict)
-    nested: set[nn.Module] = field(default_factory=set)
-
-
 class Running:
     """The state of a built model, kept at its root."""
 
     def __init__(self, member: Member, syncs: list[Sync], outputs: str):
         self.member, self.syncs, self.outputs = member, syncs, outputs
-        self.kinds: dict[object, Kind] = {}
-        self.now: Kind | None = None  # the kind of the current call, or of the last one
-        self._dry: Kind | None = None
+        self.kinds: dict[object, Findings] = {}  # by kind of call
+        self.now: Findings | None = None  # of the kind of the current call, or of the last one
         self.inside = False  # whether a call of the model is running
         self._first = None  # context of the model's own random numbers, in its first call
 
@@ -105,26 +89,16 @@ class Running:
                 for name, shard in shards_of(module).items()
             }
             flow.compare_inputs(args, kwargs, self.member)
-            self._dry = Kind()
-            try:
-                meetings = flow.Meetings(self.member)
-                run = flow.Flow(model, placements, self.member, self.outputs, meetings)
-                with meetings.together():
-                    followed = run.run(args, kwargs)
-                run.alike.compare()
-                kind = self._dry
-            finally:
-                self._dry = None
-            kind.grads = dict(followed.grads)
-            kind.streams, kind.nested = dict(followed.streams), set(followed.nested)
+            meetings = flow.Meetings(self.member)
+            run = flow.Flow(model, placements, self.member, self.outputs, meetings)
+            with meetings.together():
+                kind = run.run(args, kwargs)
+            run.alike.compare()
             for module in kind.streams:
                 if kind.streams[module] == "sharded" or module in kind.nested:
                     module._deepsp_running = self
                     swap(module, Drawing, type(module).__name__, under=Checkpointed)
             self._check_streams(model, kind)
-            names = [(name, id(parameter)) for name, parameter in model.named_parameters()]
-            kind.partial = {n for n, p in names if p in followed.partial_parameters}
-            kind.replicated = {n for n, p in names if p in followed.replicated_parameters}
             self._check_partial(kind)
             self.kinds[key] = kind
         self.now = self.kinds[key]
@@ -150,7 +124,7 @@ class Running:
             ):
                 parameter.register_hook(_SumGradient(self, name))
 
-    def _check_partial(self, kind: Kind) -> None:
+    def _check_partial(self, kind: Findings) -> None:
         """All kinds must agree on each parameter: its hook can't tell which call it is in."""
         for other in self.kinds.values():
             differ = (kind.partial & other.replicated) | (kind.replicated & other.partial)
@@ -222,7 +196,7 @@ class Running:
             return randomness.sharded_randomness(self.member)
         return contextlib.nullcontext()
 
-    def _check_streams(self, model: nn.Module, kind: Kind) -> None:
+    def _check_streams(self, model: nn.Module, kind: Findings) -> None:
         names = {module: name for name, module in model.named_modules()}
         for module, stream in kind.streams.items():
             for other in self.kinds.values():
@@ -261,9 +235,9 @@ class Running:
             origin = None
         if isinstance(origin, Sync) and len(origin.totals) > 1:
             origin = None
-        if sync in self._dry.origins and self._dry.origins[sync] is not origin:
-            origin = None  # one sync gathers tensors of different origins
-        self._dry.origins[sync] = origin
+        origins = flow.current().findings.origins
+        if origins.setdefault(sync, origin) is not origin:
+            origins[sync] = None  # one sync gathers tensors of different origins
         return sizes
 
     def _exchange_sizes(self, x: Tensor, dim: int) -> list[int]:

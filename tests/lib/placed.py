@@ -139,7 +139,7 @@ class Placed:
         """By parameter name, as they are after the sums that were found necessary."""
         found = {}
         for name, p in self.model.named_parameters():
-            if p.grad is not None and id(p) in self.findings.partial_parameters:
+            if p.grad is not None and name in self.findings.partial:
                 dist.all_reduce(p.grad)
             found[name] = p.grad
         return found
@@ -159,8 +159,7 @@ class Placed:
 
 
 def partial_of(placed):
-    names = {id(p): name for name, p in placed.model.named_parameters()}
-    return {names[i] for i in placed.findings.partial_parameters}
+    return placed.findings.partial
 
 
 __all__ = ["PARTIAL", "REPLICATE", "HeldPart", "Placed", "Sync", "partial_of"]

@@ -45,21 +45,19 @@ class Findings:
 
     grads: by sync, the state of the gradient of an all_gather's or all_reduce's output;
         "replicated" if it gets no gradient.
-    origins: by gathering sync, what split its input; None: several did, or it isn't known.
-    partial_parameters: ids of the replicated parameters whose gradients are partial.
-    replicated_parameters: ids of those whose gradients are replicated.
-    streams: by module that draws random numbers itself, "replicated" | "sharded".
+    origins: by gathering sync, what split its input; None: unknown, so ranks send their sizes.
+    partial, replicated: names of replicated parameters with a partial or the full gradient.
+    streams: by module that draws random numbers itself, "replicated": the same on each rank, or
+        "sharded".
     nested: the "replicated" ones that were called inside of a "sharded" one.
-    outputs: placements of the model's output tensors.
     """
 
     grads: dict[Any, str] = field(default_factory=dict)
     origins: dict[Any, object] = field(default_factory=dict)
-    partial_parameters: set[int] = field(default_factory=set)
-    replicated_parameters: set[int] = field(default_factory=set)
+    partial: set[str] = field(default_factory=set)
+    replicated: set[str] = field(default_factory=set)
     streams: dict[nn.Module, str] = field(default_factory=dict)
     nested: set[nn.Module] = field(default_factory=set)
-    outputs: list[Placement] = field(default_factory=list)
 
 
 def current() -> Flow | None:
@@ -147,7 +145,6 @@ class Flow:
         outputs = list(tensors_in(out))
         values = [self.value(t) for t in outputs]
         self._refuse_items("the model's output", values)
-        self.findings.outputs = [public(v.place) for v in values]
         for n, value in enumerate(values):
             text = f"the model's output {n} ({value.name}) is {value.place}"
             if value.partial:
@@ -162,17 +159,14 @@ class Flow:
         self.findings.grads = {s: g or "replicated" for s, g in grads.items()}
         self.findings.nested = drawing.nested(self)
         for leaf in self._leaves:
-            if leaf.state == "replicated" and id(leaf.leaf) in self.parameters:
-                self.findings.replicated_parameters.add(id(leaf.leaf))
-            if leaf.state != "partial":
-                continue
             if id(leaf.leaf) in self.parameters:
-                self.findings.partial_parameters.add(id(leaf.leaf))
-                continue
-            raise ValueError(
-                f"the gradient of {leaf.name} would be Partial, from {leaf.why}; put "
-                f"sync(mode='bwd_post', sync_op_or_fn='all_reduce') at {leaf.why.module}"
-            )
+                kinds = {"partial": self.findings.partial, "replicated": self.findings.replicated}
+                kinds.get(leaf.state, set()).add(self.names[id(leaf.leaf)])
+            elif leaf.state == "partial":
+                raise ValueError(
+                    f"the gradient of {leaf.name} would be Partial, from {leaf.why}; put "
+                    f"sync(mode='bwd_post', sync_op_or_fn='all_reduce') at {leaf.why.module}"
+                )
 
     @contextlib.contextmanager
     def _following_modules(self) -> Iterator[None]:
@@ -324,10 +318,6 @@ class Flow:
                 "the full tensor; put the sync where they are"
             )
         result = sync.result(public(value.place), x.dim())
-        if sync.op == "all_gather":
-            origin = getattr(value.place, "origin", None)
-            first = self.findings.origins.get(sync, origin)
-            self.findings.origins[sync] = origin if first is origin else None
         if callable(out) and not isinstance(out, Tensor):
             with self.communicating(sync.where):
                 out = out()

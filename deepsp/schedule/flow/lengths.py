@@ -16,39 +16,10 @@ _TAKE_SIZES = {"view": 1, "reshape": 1, "unflatten": 2, "split": 1, "chunk": 1, 
 _SIZES = ("length", "shape", "size", "sizes", "split_size", "split_size_or_sections", "chunks")
 _READ = {"size", "shape", "numel", "nelement", "len"}
 _VALUES = {"full": 1, "new_full": 2}  # the position of the argument that isn't a size
-_COMPUTE = set(
-    [
-        "add",
-        "sub",
-        "subtract",
-        "mul",
-        "multiply",
-        "div",
-        "divide",
-        "true_divide",
-        "floor_divide",
-        "pow",
-        "float_power",
-        "remainder",
-        "fmod",
-        "addcmul",
-        "addcdiv",
-        "lerp",
-        "full_like",
-        "fill",
-        "tensor",
-        "as_tensor",
-        "scalar_tensor",
-        "masked_fill",
-        "clamp",
-        "clip",
-        "clamp_min",
-        "clamp_max",
-        "addmm",
-        "baddbmm",
-        "addbmm",
-    ]
-)
+_COMPUTE = {"add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide",
+            "floor_divide", "pow", "float_power", "remainder", "fmod", "addcmul", "addcdiv", "lerp",
+            "full_like", "fill", "tensor", "as_tensor", "scalar_tensor", "masked_fill", "clamp",
+            "clip", "clamp_min", "clamp_max", "addmm", "baddbmm", "addbmm"}  # fmt: skip
 
 
 class LocalNumber:
