@@ -421,7 +421,7 @@ def _own_collectives():
     split = [Sync("", "fwd_pre", "scatter", 1)]
     for function, syncs, text in [
         (total, [], "to be Partial, got Replicate; .* P times too large"),
-        (total, split, r"Partial, got Shard\(1\); .* different parts .*all_gather"),
+        (total, split, r"Partial, got Shard\(1\); .*all_gather.* different parts"),
         (
             lambda x: deepsp.collectives.reduce_scatter(x, 1),
             split,
@@ -441,6 +441,11 @@ def _own_collectives():
             lambda x: deepsp.collectives.all_gather(x, 2, grad="partial"),
             split,
             r"to be Shard\(2\), got Shard\(1\); pass dim=1",
+        ),
+        (
+            lambda x: deepsp.collectives.all_gather(torch.cat([x, x], 1), 1, grad="partial"),
+            split,
+            r"to be Shard\(1\), got Shard\(1\) in 2 parts; .* aren't the full tensor",
         ),
         (lambda x: total(x, alone), split, r"another group, got Shard\(1\); .*gather"),
         (lambda x: deepsp.seq_to_heads([x], alone), split, r"another group, got Shard\(1\)"),

@@ -41,3 +41,39 @@ class Partial:
 Placement = Replicate | Shard | Partial
 REPLICATE = Replicate()
 PARTIAL = Partial()
+
+
+_NEEDED = {
+    "all_gather": "Shard",
+    "reduce_scatter": "Partial",
+    "all_reduce": "Partial",
+    "scatter": "Replicate",
+    "seq_to_heads": "Shard",
+    "heads_to_seq": "Shard",
+}
+_GATHERED = "each rank has the full tensor already, perhaps gathered twice: leave this out"
+_ADVICE = {
+    ("all_gather", "Replicate"): _GATHERED,
+    ("all_gather", "Partial"): "use all_reduce, which sums it, or reduce_scatter, and gather that",
+    ("scatter", "Partial"): "use reduce_scatter, which sums it too",
+    ("scatter", "Shard"): "each rank has its local part already: leave this out",
+}
+_SUMMED = {
+    "Replicate": "the sum over the ranks would be P times too large: leave this out, or shard what "
+    "makes the tensor so that it is Partial, as the output of a Linear with sharded input features "
+    "is",
+    "Shard": "use all_gather, which joins the local parts: a sum would add up different parts",
+}
+_EXCHANGED = {
+    "Replicate": "the ranks' copies would be taken for different local parts: use scatter before",
+    "Partial": "use reduce_scatter before",
+}
+
+
+def misfit(op: str, placement: Placement) -> tuple[str, str] | None:
+    """Which kind of placement a collective needs, and what to do, if it isn't this one's."""
+    needed, kind = _NEEDED[op], type(placement).__name__
+    if kind == needed:
+        return None
+    advice = _SUMMED if needed == "Partial" else _EXCHANGED
+    return needed, _ADVICE[op, kind] if (op, kind) in _ADVICE else advice[kind]

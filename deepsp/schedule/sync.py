@@ -12,7 +12,7 @@ import deepsp.ops
 from deepsp import collectives
 from deepsp.ranks.groups import Member
 from deepsp.schedule.picking import Key
-from deepsp.schedule.placement import REPLICATE, Partial, Placement, Replicate, Shard
+from deepsp.schedule.placement import REPLICATE, Partial, Placement, Shard, misfit
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "scatter", "seq_to_heads", "heads_to_seq")
@@ -158,64 +158,21 @@ class Sync:
                     f"gradients can be summed, got {placement}"
                 )
             return REPLICATE if placement is None else placement
-        return getattr(self, f"_{self.op}")(placement, ndim)
-
-    def _all_gather(self, placement, ndim) -> Placement:
-        if isinstance(placement, Replicate):
-            self._refuse("Shard", placement, "it may be gathered twice: leave a sync out")
-        if isinstance(placement, Partial):
-            self._refuse(
-                "Shard",
-                placement,
-                "sync it with reduce_scatter (and gather that) or with all_reduce",
-            )
-        if isinstance(placement, Shard):
-            self._check_along(placement, self.axis, ndim)
-        return REPLICATE
-
-    def _reduce_scatter(self, placement, ndim) -> Placement:
-        self._check_partial(placement)
-        return Shard(self.axis if ndim is None else self.dim(ndim), self)
-
-    def _all_reduce(self, placement, ndim) -> Placement:
-        self._check_partial(placement)
-        return REPLICATE
-
-    def _scatter(self, placement, ndim) -> Placement:
-        if isinstance(placement, Partial):
-            self._refuse("Replicate", placement, "use reduce_scatter, which sums it too")
-        if isinstance(placement, Shard):
-            self._refuse(
-                "Replicate", placement, "each rank has its local part already: leave the sync out"
-            )
-        return Shard(self.axis if ndim is None else self.dim(ndim), self)
-
-    def _seq_to_heads(self, placement, ndim) -> Placement:
-        return self._exchange(placement, ndim, _TOKENS, _HEADS)
-
-    def _heads_to_seq(self, placement, ndim) -> Placement:
-        return self._exchange(placement, ndim, _HEADS, _TOKENS)
-
-    def _exchange(self, placement, ndim, source, target) -> Placement:
-        if ndim is not None:
+        exchanged = self.op in ("seq_to_heads", "heads_to_seq")
+        axis = {"seq_to_heads": _TOKENS, "heads_to_seq": _HEADS}.get(self.op, self.axis)
+        if exchanged and ndim is not None:
             self.dim(ndim)
-        if isinstance(placement, (Replicate, Partial)):
-            self._refuse(f"Shard({source})", placement, "use scatter or reduce_scatter before")
+        wrong = None if placement is None else misfit(self.op, placement)
+        if wrong is not None:
+            needed, advice = wrong
+            self._refuse(f"Shard({axis})" if exchanged else needed, placement, advice)
         if isinstance(placement, Shard):
-            self._check_along(placement, source, 4)
-        return Shard(target, self)
-
-    def _check_partial(self, placement) -> None:
-        if isinstance(placement, Replicate):
-            self._refuse(
-                "Partial",
-                placement,
-                "the sum over the ranks would be P times too large: leave the sync out, or shard "
-                "what makes the tensor so that it is Partial, as the output of a Linear with "
-                "sharded input features is",
-            )
-        if isinstance(placement, Shard):
-            self._refuse("Partial", placement, "use all_gather, which joins the local parts")
+            self._check_along(placement, axis, 4 if exchanged else ndim)
+        if self.op in ("all_gather", "all_reduce"):
+            return REPLICATE
+        if exchanged:
+            return Shard(_TOKENS + _HEADS - axis, self)
+        return Shard(self.axis if ndim is None else self.dim(ndim), self)
 
     def _check_along(self, placement, axis, ndim) -> None:
         have = placement.axis

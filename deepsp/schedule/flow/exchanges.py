@@ -7,8 +7,8 @@ from typing import NoReturn
 
 from torch.distributed import ProcessGroup
 
-from deepsp.schedule.flow.values import Split, TracedCall, Value, tensors_in
-from deepsp.schedule.placement import REPLICATE
+from deepsp.schedule.flow.values import Split, TracedCall, Value, public, tensors_in
+from deepsp.schedule.placement import REPLICATE, misfit
 
 _TOKENS, _HEADS = 1, 2  # dimensions of [B, S, H, D]
 
@@ -47,6 +47,24 @@ def _fail_other_group(call: TracedCall, value: Value) -> NoReturn:
     )
 
 
+def _check(call: TracedCall, value: Value, op: str, dim: int | None) -> None:
+    """Refuses what a collective can't take. ``dim``: its sharded dimension; None: any."""
+    place = public(value.place)
+    needed, advice = misfit(op, place) or (None, "")
+    if needed is None and value.split and dim is not None and place.axis != dim:
+        needed, at = "Shard", value.place.axis
+        advice = f"gather it along that dimension before, and scatter it along {dim}"
+        if at in (None, dim):
+            advice = "the ranks' tensors, one after another, aren't the full tensor; gather before"
+        elif op == "all_gather":
+            advice = f"pass dim={at}"
+    if needed is not None:
+        exchanged = op == "seq_to_heads" and value.split
+        of = " of [batch, sequence, heads, head_dim]" if exchanged else ""
+        wanted = f"Shard({dim}){of}" if needed == "Shard" and dim is not None else needed
+        call.fail(f"expected {value.name} to be {wanted}, got {value.place}; {advice}")
+
+
 def _exchange(source: int | None, target: int | None):
     """A rule for inputs sharded along ``source`` and outputs along ``target``; None: a buffer in
     flight."""
@@ -64,21 +82,7 @@ def _exchange(source: int | None, target: int | None):
                 return call.place(moved[0])
             _fail_other_group(call, other)
         for x in moved:
-            value = call.value(x)
-            if value.partial:
-                call.fail_partial(value, "it is exchanged")
-            if value.replicated:
-                wanted = "Shard" if source is None else f"Shard({source})"
-                call.fail(
-                    f"expected {value.name} to be {wanted}, got Replicate; the ranks' copies would "
-                    "be taken for different local parts: split it before with sync(..., 'scatter')"
-                )
-            if source is not None and value.place.axis != source:
-                call.fail(
-                    f"expected {value.name} to be Shard({source}) of [batch, sequence, heads, "
-                    f"head_dim], got {value.place}; gather it along that dimension before, and "
-                    f"scatter it along {source}"
-                )
+            _check(call, call.value(x), "seq_to_heads", source)
         for t, v in call.tensors:
             if not any(t is x for x in moved) and not v.replicated:
                 use = "all_reduce" if v.partial else "all_gather"
@@ -107,28 +111,7 @@ def _collective(op: str):
                 _fail_other_group(call, value)
             return REPLICATE
         dim = None if op == "all_reduce" else call["dim"] % x.dim()
-        if op in ("all_reduce", "reduce_scatter") and not value.partial:
-            why = (
-                "the sum over the ranks would be P times too large: leave it out"
-                if value.replicated
-                else "it would add up different parts of the tensor: use all_gather, which joins "
-                "them"
-            )
-            call.fail(f"expected {value.name} to be Partial, got {value.place}; {why}")
-        if op == "scatter" and not value.replicated:
-            why = (
-                "use reduce_scatter, which sums it too"
-                if value.partial
-                else "each rank has its local part already: leave it out"
-            )
-            call.fail(f"expected {value.name} to be Replicate, got {value.place}; {why}")
-        if op == "all_gather" and not (value.split and value.place.axis in (None, dim)):
-            why = "each rank has the full tensor already: leave it out"
-            if value.partial:
-                why = "use all_reduce, which sums it"
-            elif value.split:
-                why = f"pass dim={value.place.axis}"
-            call.fail(f"expected {value.name} to be Shard({dim}), got {value.place}; {why}")
+        _check(call, value, op, dim)
         call.sync = OpSync(op, call.flow.where(), call["grad"])
         if op in ("all_reduce", "all_gather"):
             return REPLICATE
