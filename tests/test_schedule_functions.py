@@ -303,6 +303,15 @@ def test_of_heads(number, heads, batch, tokens):
     assert _check(function, [x], [2], len(heads))[0].axis == axis
 
 
+def test_a_quotient_of_local_numbers():
+    """It is the same in one process, as query heads for each kv head are."""
+
+    def function(x):
+        return x.flatten(2).reshape(*x.shape[:2], -1, x.flatten(2).size(2) // x.size(2))
+
+    assert _check(function, [_x(3, 5, 2, 4)], [2], 2)[0].axis == 2
+
+
 def _by_sizes(rng, local):
     """A function that views a tensor, with sizes that it reads. ``local``: a rank's sizes."""
     count = len(local)
@@ -547,6 +556,12 @@ WRONG = [
     (lambda x: x[:, -1], [X], [1]),
     (lambda x: x + torch.arange(x.size(1)).view(-1, 1), [_x(3, 2, 6)], [1]),
     (lambda x: x.chunk(2, 1)[0], [_x(3, 2, 6)], [1]),
+    (lambda x: x[:, :, ::2].flatten(1).reshape(2, -1, 4).sum(1), [_x(2, 2, 8)], [2]),
+    (
+        lambda x: x.reshape(1, -1)[..., ::2].reshape(1, -1, 2).sum(1),
+        [_x(1, 4, 8)],
+        [HeldPart(2, (8,), 4)],
+    ),
     (lambda x: x.flatten(0, 1)[:4], [X], [1]),
     (lambda x: x.softmax(-1), [_x(4)[1]], ["partial"]),
     (lambda x: x[:, ::2], [_x(3, 6, 6)], [1]),
