@@ -44,7 +44,7 @@ class Joined:
     unit: int
 
 
-class _Lengthless(TypeError, ValueError):
+class HeadsError(TypeError, ValueError):
     """The length is read. Python's own code, such as list(), goes on without it."""
 
 
@@ -52,7 +52,7 @@ class Heads(tuple):
     """The items of all ranks. Their number can't be read: a call of the model has fewer."""
 
     def __len__(self):
-        raise _Lengthless(
+        raise HeadsError(
             "expected no len() of a list of heads, since each rank has its own heads only; iterate "
             "over the list, without range()"
         )
