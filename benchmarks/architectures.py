@@ -1,12 +1,13 @@
-"""Which of transformers' architectures train through the compile pass and through ``register()``.
+"""Which models train through the compile pass, and transformers' also through ``register()``.
 
-Each tiny model makes a training step on 2 and on 3 ranks, which is compared with one process: the
-loss and every gradient. Writes a table: equal, or why it is refused. Ends with an error if one is
-accepted and wrong.
+Each tiny model of the corpus makes a training step on 2 and on 3 ranks, which is compared with one
+process: the loss and every gradient. Writes a table: equal, or why it is refused. Goes through all
+models, and ends with an error if one of them is accepted and wrong, or fails in another way.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -16,68 +17,113 @@ from tqdm import tqdm
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "lib"))
 
-from architectures import ARCHITECTURES, through_compile_pass, through_register  # noqa: E402
+from architectures import ARCHITECTURES, through_register  # noqa: E402
+from corpus import entries, through_compile_pass  # noqa: E402
 from harness import Workers  # noqa: E402
 
-HEAD = """# transformers' architectures
+HEAD = """# Architectures
 
-Made by `{command}` (`make zoo` takes 2 and 3
-ranks). Each model is tiny, in float64 (Mixtral in float32), and makes one training step with
-padding and labels, on {ranks} ranks, whose parts are uneven. "Equal": the loss and every
-gradient are those of one process. Otherwise: why it is refused.
+Made by `{command}`
+(`make zoo` takes 2 and 3 ranks). An entry is a tiny model, in float64 (a few are in float32: they
+know no other dtype), which makes one training step on {ranks} ranks, whose parts are uneven.
+Language models have padding and labels. "Equal": the loss and every gradient are those of one
+process with the whole sequence. Otherwise: the op that is refused, and why.
 
-| model | `torch.compile(backend="deepsp")` | `register()` |
+| | models | equal by `torch.compile(backend="deepsp")` |
 |---|---|---|
+{summary}
 """
+LONGEST = 170
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "LOGURU_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 
 
-def outcome(workers: Workers, function, name: str, length: int, *args) -> str:
-    answers = workers.call(function, name, length, *args)
+def outcome(workers: Workers, function, *args) -> tuple[str, str]:
+    """Return what happened ("equal", "refused", "fault") and why."""
+    answers = workers.call(function, *args)
     broken = [text for fine, text in answers if not fine]
     if broken:
-        last = broken[0].strip().splitlines()[-1]
-        raise SystemExit(f"{name}: accepted and wrong, or broken: {last}\n{broken[0]}")
-    return answers[0][1] or "equal"
+        return "fault", broken[0]
+    texts = sorted({text or "" for _, text in answers})
+    if len(texts) > 1:
+        return "fault", f"the ranks differ: {texts}"
+    return ("refused", texts[0]) if texts[0] else ("equal", "")
 
 
-def cell(outcomes: dict[int, str]) -> str:
+def cell(outcomes: dict[int, tuple[str, str]]) -> str:
     """Return what all numbers of ranks have in common, in a line."""
-    texts = dict.fromkeys(outcomes.values())
-    return " / ".join("equal" if t == "equal" else f"refused: {t}" for t in texts).replace("|", "/")
+    texts = [t if t == "equal" else f"{t}: {shortened(why)}" for t, why in outcomes.values()]
+    return " / ".join(dict.fromkeys(texts)).replace("|", "/") or "-"
+
+
+def shortened(why: str) -> str:
+    why = why.strip().splitlines()[-1].removeprefix("deepsp can't shard ")
+    why = why.replace(" over the sequence:", ":")
+    return why if len(why) <= LONGEST else why[:LONGEST].rsplit(" ", 1)[0] + " …"
 
 
 def main() -> None:
     args = bench.parser_of(
         __doc__,
         ranks=([2, 3], "group sizes"),
-        inner=("aot_eager", "the compiler behind deepsp's pass"),
-        only=([], "names of models; without any: all"),
+        inner=(["aot_eager", "eager"], "the compiler behind deepsp's pass, for each group size"),
+        symbols=(False, "lengths are symbols, as in a user's call: four times as long"),
+        only=([], "words that are in the models' names; without any: all"),
         write=(Path, "file for the table"),
     ).parse_args()
-    names = args.only or list(ARCHITECTURES)
-    doors = {"compile": (through_compile_pass, None, args.inner), "register": (through_register,)}
-    outcomes = {name: {door: {} for door in doors} for name in names}
-    bar = tqdm(total=len(names) * len(args.ranks) * len(doors), unit="step")
-    for ranks in args.ranks:
+    os.environ.update(QUIET)
+    corpus = {
+        name: entry
+        for name, entry in entries().items()
+        if not args.only or any(word in name for word in args.only)
+    }
+    outcomes = {name: {"pass": {}, "register": {}} for name in corpus}
+    faults = []
+    steps = sum(1 + (name in ARCHITECTURES) for name in corpus) * len(args.ranks)
+    bar = tqdm(total=steps, unit="step")
+    for ranks, inner in zip(args.ranks, args.inner, strict=True):
         workers = Workers(ranks, timeout=600)
-        for name in names:
-            for door, (function, *more) in doors.items():
+        for name in corpus:
+            length = 11 + ranks
+            calls = {"pass": (through_compile_pass, name, length, inner, not args.symbols)}
+            if name in ARCHITECTURES:
+                calls["register"] = (through_register, name, length)
+            for door, call in calls.items():
                 bar.set_description(f"{ranks} ranks, {name}, {door}")
-                outcomes[name][door][ranks] = outcome(workers, function, name, 11 + ranks, *more)
+                what, why = outcomes[name][door][ranks] = outcome(workers, *call)
+                if what != "equal" and door == "pass":
+                    bar.write(f"{ranks} ranks, {name}: {what}: {shortened(why)}")
+                if what == "fault":
+                    faults.append(f"{name}, {ranks} ranks, {door}: {why}")
+                    workers.stop()
+                    workers = Workers(ranks, timeout=600)
                 bar.update()
         workers.stop()
     bar.close()
-    rows = [f"| {n} | {cell(x['compile'])} | {cell(x['register'])} |" for n, x in outcomes.items()]
-    table = HEAD.format(
-        command=f"benchmarks/architectures.py --inner {args.inner} "
-        f"--ranks {' '.join(map(str, args.ranks))}",
-        ranks=" and ".join(map(str, args.ranks)),
+    groups: dict[str, list[str]] = {}
+    for name, entry in corpus.items():
+        groups.setdefault(entry.group, []).append(name)
+    summary, tables = [], []
+    for group, names in groups.items():
+        equal = sum({t for t, _ in outcomes[n]["pass"].values()} == {"equal"} for n in names)
+        summary.append(f"| {group} | {len(names)} | {equal} |")
+        register = any(outcomes[n]["register"] for n in names)
+        head = ["model", "the compile pass", *(["`register()`"] if register else [])]
+        rows = [[n, cell(outcomes[n]["pass"]), cell(outcomes[n]["register"])] for n in names]
+        rows = [head, ["---"] * len(head), *(row[: len(head)] for row in rows)]
+        lines = [f"| {' | '.join(row)} |" for row in rows]
+        tables.append("\n".join([f"## {group}", "", *lines]))
+    equal = sum({t for t, _ in x["pass"].values()} == {"equal"} for x in outcomes.values())
+    summary.append(f"| all | {len(corpus)} | {equal} ({100 * equal / len(corpus):.0f} %) |")
+    head = HEAD.format(
+        command=f"benchmarks/architectures.py --ranks {' '.join(map(str, args.ranks))} "
+        f"--inner {' '.join(args.inner)}{' --symbols' * args.symbols}",
+        ranks=" and on ".join(map(str, args.ranks)),
+        summary="\n".join(summary),
     )
-    text = table + "\n".join(rows) + "\n"
+    text = "\n\n".join([head.rstrip(), *tables]) + "\n"
     print(text)
-    for door in doors:
-        equal = sum(set(x[door].values()) == {"equal"} for x in outcomes.values())
-        print(f"{door}: {equal} of {len(names)} equal")
+    if faults:
+        raise SystemExit("\n\n".join(["Accepted and wrong, or broken:", *faults]))
     if args.write:
         args.write.write_text(text)
 

@@ -1,9 +1,11 @@
-"""transformers' architectures through the compile pass: equal to one process, or refused.
+"""The corpus of models through the compile pass: equal to one process, or refused.
 
 test_transformers.py has some of them in more ways, test_transformers_check.py ``register()``."""
 
 import re
+from pathlib import Path
 
+import corpus
 import pytest
 from architectures import ARCHITECTURES, through_compile_pass
 from harness import on_ranks
@@ -52,3 +54,21 @@ def _by_inductor():
 def test_inductor():
     for refused in on_ranks(2, _by_inductor):
         _check("GPT-J", refused)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(7200)
+def test_corpus():
+    """The others that are installed, on three ranks: as the table says."""
+    table = (Path(__file__).parent.parent / "docs" / "architectures.md").read_text()
+    expected = dict(re.findall(r"^\| (.+?) \| (equal|refused)", table, re.MULTILINE))
+    wrong = {}
+    for name in corpus.entries().keys() - ARCHITECTURES.keys():
+        try:
+            refused = corpus.through_compile_pass(name, 14, static=True, ranks=3)
+        except Exception as error:
+            wrong[name] = str(error)
+        else:
+            if ("refused" if refused else "equal") != expected.get(name):
+                wrong[name] = refused or "equal"
+    assert not wrong

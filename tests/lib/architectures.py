@@ -6,14 +6,12 @@ of its own, of the labels in its batch.
 
 from __future__ import annotations
 
-import copy
-import re
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lockstep import lockstep
+from corpus.step import Case, compare_gradients, training_step
 
 import deepsp
 from deepsp.integrations.transformers import register
@@ -278,24 +276,32 @@ def dtype(name: str) -> torch.dtype:
     return torch.float32 if name == "Mixtral" else torch.float64
 
 
-def make(name: str, **more):
-    """A model in ``dtype(name)``, training, its cache off unless the name says otherwise."""
+def build(class_name: str, settings: dict[str, Any], dtype=torch.float64, batched=False):
+    """A training model. ``batched``: experts by a product of batches, which knows float64."""
     import transformers
 
-    model_class, settings, _ = ARCHITECTURES[name]
-    model_class = getattr(transformers, model_class)
-    config = model_class.config_class(**{"use_cache": False, **settings, **more})
-    model = model_class(config).to(dtype(name)).train()
-    if name in BATCHED_EXPERTS:
+    model_class = getattr(transformers, class_name)
+    config = model_class.config_class(**{"use_cache": False, **settings})
+    model = model_class(config).to(dtype).train()
+    if batched:
         model.set_experts_implementation("batched_mm")
     if not isinstance(getattr(model, "loss_type", None), str):
         model.loss_type = "ForCausalLM"  # some don't say, and warn, which Dynamo can't capture
     return model
 
 
+def make(name: str, **more):
+    """A model in ``dtype(name)``, training, its cache off unless the name says otherwise."""
+    class_name, settings, _ = ARCHITECTURES[name]
+    return build(class_name, {**settings, **more}, dtype(name), name in BATCHED_EXPERTS)
+
+
 def batch(name: str, length: int, seed: int = 0, rows: int = 2) -> dict[str, torch.Tensor]:
+    return batch_of(ARCHITECTURES[name][2], length, seed, rows)
+
+
+def batch_of(kind: str, length: int, seed: int = 0, rows: int = 2) -> dict[str, torch.Tensor]:
     """The whole batch: its rows are padded behind, and the labels of padding don't count."""
-    kind = ARCHITECTURES[name][2]
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape, most=VOCAB):
@@ -322,18 +328,16 @@ def near(name: str) -> float:
     return 1e-3 if dtype(name) == torch.float32 else 1e-5 if name in HYBRIDS else 1e-6
 
 
-def compare_gradients(name: str, model, reference) -> None:
-    for (n, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), n
-        if p.grad is not None:
-            scale = q.grad.abs().max().item()
-            torch.testing.assert_close(
-                p.grad,
-                q.grad,
-                rtol=0,
-                atol=near(name) * scale + (1e-8 if name in HYBRIDS else 1e-12),
-                msg=lambda m, n=n: f"{name}, {n}: {m}",
-            )
+def least(name: str) -> float:
+    """The absolute difference of gradients that always counts as equal."""
+    return 1e-8 if name in HYBRIDS else 1e-12
+
+
+def case(name: str, length: int, **more) -> Case:
+    torch.manual_seed(0)
+    model, whole = make(name, **more), batch(name, length)
+    seq_dim = 2 if "pixel_values" in whole else 1
+    return Case(model, whole, {n: seq_dim for n, x in whole.items() if x.dim() > seq_dim})
 
 
 def through_compile_pass(
@@ -342,31 +346,7 @@ def through_compile_pass(
     """A training step, of ``ranks`` in lock step, or (None) one rank's part: None if it equals one
     process, or why it is refused. ``inner``, the compiler, is "eager" where the pass alone is in
     question."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    reference = make(name, **more)
-    model = copy.deepcopy(reference)
-    options = {"inner": inner}
-    compiled = (
-        torch.compile(model, backend="deepsp", fullgraph=True, options=options)
-        if ranks is None
-        else lockstep(model, ranks)
-    )
-    whole = batch(name, length)
-    seq_dim = 2 if "pixel_values" in whole else 1
-    expected = reference(**whole).loss
-    expected.backward()
-    try:
-        loss = compiled(**deepsp.prepare_inputs(dict(whole), seq_dim=seq_dim)).loss
-        loss.backward()
-    except Exception as error:
-        text = re.sub(r"^backend=.*raised:\s*", "", str(error))
-        return text.strip().split("\n")[0]
-    torch.testing.assert_close(
-        loss, expected, rtol=near(name), atol=0, msg=lambda m: f"{name}: {m}"
-    )
-    compare_gradients(name, model, reference)
-    return None
+    return training_step(name, case(name, length, **more), near(name), ranks, inner, least(name))
 
 
 def through_register(name: str, length: int) -> str | None:
@@ -405,5 +385,5 @@ def through_register(name: str, length: int) -> str | None:
     torch.testing.assert_close(
         loss, expected, rtol=near(name), atol=0, msg=lambda m: f"{name}: {m}"
     )
-    compare_gradients(name, model, reference)
+    compare_gradients(name, model, reference, near(name), least(name))
     return None
