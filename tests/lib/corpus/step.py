@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,8 +49,9 @@ def loss_of(output) -> torch.Tensor:
 def refusal(error: BaseException | None) -> str | None:
     """Return why the pass refuses the model, or None if ``error`` is something else."""
     while error is not None:
-        if isinstance(error, CannotShard | torch._dynamo.exc.Unsupported):
-            return str(error).strip().split("\n")[0]
+        for kind, prefix in ((CannotShard, ""), (torch._dynamo.exc.Unsupported, "Dynamo: ")):
+            if isinstance(error, kind):
+                return prefix + str(error).strip().split("\n")[0]
         error = getattr(error, "inner_exception", None) or error.__cause__
     return None
 
@@ -98,7 +98,7 @@ def training_step(
         text = refusal(error)
         if text is None:
             raise
-        return re.sub(r"^CannotShard: ", "", text)
+        return text
     torch.testing.assert_close(loss, expected, rtol=near, atol=0, msg=lambda m: f"{name}: {m}")
     compare_gradients(name, model, reference, near, least)
     return None
