@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests" / "lib"))
 
 from architectures import ARCHITECTURES, through_register  # noqa: E402
 from corpus import entries, through_compile_pass  # noqa: E402
-from harness import Workers  # noqa: E402
+from harness import Workers, error_of  # noqa: E402
 
 HEAD = """# Architectures
 
@@ -91,7 +91,8 @@ def main() -> None:
                 bar.set_description(f"{ranks} ranks, {name}, {door}")
                 what, why = outcomes[name][door][ranks] = outcome(workers, *call)
                 if what != "equal" and door == "pass":
-                    bar.write(f"{ranks} ranks, {name}: {what}: {shortened(why)}")
+                    line = error_of(why) if what == "fault" else why
+                    bar.write(f"{ranks} ranks, {name}: {what}: {shortened(line)}")
                 if what == "fault":
                     faults.append(f"{name}, {ranks} ranks, {door}: {why}")
                     workers.stop()

@@ -128,7 +128,7 @@ class Workers:
         self.folder.cleanup()
 
 
-def _error_of(traceback_: str) -> str:
+def error_of(traceback_: str) -> str:
     """The first line of the error at a traceback's end."""
     lines = [line for line in traceback_.splitlines() if line and not line.startswith(" ")]
     at = next((i for i, line in enumerate(lines) if line.startswith("Traceback")), -1)
@@ -155,7 +155,7 @@ def on_ranks(size: int, function: Callable, *args, apart: str = "") -> list[Any]
         _workers.pop(key).stop()  # nobody knows what state it is in
         failures = [(rank, what) for rank, (fine, what) in enumerate(answers) if not fine]
         # pytest's summary has room for one line: what each rank's error says.
-        short = "; ".join(f"rank {r} of {size}: {_error_of(what)}" for r, what in failures)
+        short = "; ".join(f"rank {r} of {size}: {error_of(what)}" for r, what in failures)
         raise AssertionError("\n".join([short, *(f"rank {r}: {what}" for r, what in failures)]))
     return [result for _, result in answers]
 
