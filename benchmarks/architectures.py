@@ -61,6 +61,28 @@ def shortened(why: str) -> str:
     return why if len(why) <= LONGEST else why[:LONGEST].rsplit(" ", 1)[0] + " …"
 
 
+def document(groups: dict[str, str], outcomes: dict, ranks: list[int], options: str) -> str:
+    """Return the page: how many are equal by group, and a table for each group."""
+    equal = {n for n, x in outcomes.items() if {t for t, _ in x["pass"].values()} == {"equal"}}
+    summary, tables = [], []
+    for group in dict.fromkeys(groups.values()):
+        names = [n for n in groups if groups[n] == group]
+        summary.append(f"| {group} | {len(names)} | {len(equal.intersection(names))} |")
+        register = any(outcomes[n]["register"] for n in names)
+        head = ["model", "the compile pass", *(["`register()`"] if register else [])]
+        rows = [[n, cell(outcomes[n]["pass"]), cell(outcomes[n]["register"])] for n in names]
+        rows = [head, ["---"] * len(head), *(row[: len(head)] for row in rows)]
+        tables.append("\n".join([f"## {group}", "", *(f"| {' | '.join(row)} |" for row in rows)]))
+    percent = f"{100 * len(equal) / len(groups):.0f} %"
+    summary.append(f"| all | {len(groups)} | {len(equal)} ({percent}) |")
+    head = HEAD.format(
+        command=f"benchmarks/architectures.py --ranks {' '.join(map(str, ranks))} {options}",
+        ranks=" and on ".join(map(str, ranks)),
+        summary="\n".join(summary),
+    )
+    return "\n\n".join([head.rstrip(), *tables]) + "\n"
+
+
 def main() -> None:
     args = bench.parser_of(
         __doc__,
@@ -100,28 +122,12 @@ def main() -> None:
                 bar.update()
         workers.stop()
     bar.close()
-    groups: dict[str, list[str]] = {}
-    for name, entry in corpus.items():
-        groups.setdefault(entry.group, []).append(name)
-    summary, tables = [], []
-    for group, names in groups.items():
-        equal = sum({t for t, _ in outcomes[n]["pass"].values()} == {"equal"} for n in names)
-        summary.append(f"| {group} | {len(names)} | {equal} |")
-        register = any(outcomes[n]["register"] for n in names)
-        head = ["model", "the compile pass", *(["`register()`"] if register else [])]
-        rows = [[n, cell(outcomes[n]["pass"]), cell(outcomes[n]["register"])] for n in names]
-        rows = [head, ["---"] * len(head), *(row[: len(head)] for row in rows)]
-        lines = [f"| {' | '.join(row)} |" for row in rows]
-        tables.append("\n".join([f"## {group}", "", *lines]))
-    equal = sum({t for t, _ in x["pass"].values()} == {"equal"} for x in outcomes.values())
-    summary.append(f"| all | {len(corpus)} | {equal} ({100 * equal / len(corpus):.0f} %) |")
-    head = HEAD.format(
-        command=f"benchmarks/architectures.py --ranks {' '.join(map(str, args.ranks))} "
+    text = document(
+        {name: entry.group for name, entry in corpus.items()},
+        outcomes,
+        args.ranks,
         f"--inner {' '.join(args.inner)}{' --symbols' * args.symbols}",
-        ranks=" and on ".join(map(str, args.ranks)),
-        summary="\n".join(summary),
     )
-    text = "\n\n".join([head.rstrip(), *tables]) + "\n"
     print(text)
     if faults:
         raise SystemExit("\n\n".join(["Accepted and wrong, or broken:", *faults]))
