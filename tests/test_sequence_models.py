@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from constructs import CONSTRUCTS, Construct
+from constructs import CONSTRUCTS, FIXED, Construct, Together
 from lockstep import BACKEND, alone, compare, on_two_and_three
 from ordinary import ORDINARY, Encoder, Lost, Ordinary, Sorted, SortedRows
 from zoo import (
@@ -80,7 +80,14 @@ def test_equal(case):
 
 @pytest.mark.parametrize("case", CONSTRUCTS)
 def test_constructs(case):
-    on_two_and_three(lambda: Construct(case))
+    compare(lambda: Construct(case), (13,), ranks=3, static=True)
+
+
+@pytest.mark.parametrize("cases", [CONSTRUCTS[n::4] for n in range(4)])
+def test_constructs_of_any_length(cases):
+    """Lengths are symbols: a second one that doesn't divide by the ranks shares the graph."""
+    cases = [case for case in cases if case not in FIXED]
+    assert compare(lambda: Together(*cases), (13, 17), ranks=2) == [1, 1]
 
 
 @pytest.mark.parametrize("case, length, ranks", [("convolutions", 5, 6), ("cumulative", 2, 3)])

@@ -262,6 +262,17 @@ CONSTRUCTS = [
 ]
 
 
+# Their numbers of tokens are constants, or become constants.
+FIXED = [
+    "diagonal",
+    "every_second",
+    "pairs_merged",
+    "strided_convolution",
+    "pooled",
+    "pooled_planes",
+]
+
+
 class Together(Construct):
     """Several in one model."""
 
