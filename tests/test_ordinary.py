@@ -30,11 +30,13 @@ def test_by_inductor(case):
 
 def _moves():
     cases = "smear", "rolled", "flipped", "ends", "every_second", "whisper", "scan", "best"
+    cases += "two_tokens", "number_checked"
     compare(lambda: Together(*cases), (13,), inner="inductor")
 
 
 def test_tokens_move_under_inductor():
-    """No rank's compiler drops an exchange of which the rank receives nothing."""
+    """No rank's compiler drops an exchange of which the rank receives nothing, or takes two for
+    one, of zeros on this rank."""
     on_ranks(3, _moves)
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from harness import on_ranks
 from lockstep import BACKEND, compare, gradients_of
 from torch import nn
-from zoo import MODELS, VOCAB, Changed, Dropped, OwnDropout, batch, total
+from zoo import LM, MODELS, VOCAB, Changed, Dropped, OwnDropout, batch, total
 
 import deepsp
 from deepsp.compile import explain, parallelize, rule
@@ -51,8 +51,24 @@ def _local_outputs():
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
 
 
+class _Cut(LM):
+    def forward(self, ids):
+        x = self.embed(ids[:, :-1])
+        return x * 2, x[:, 1:]
+
+
+def _local_outputs_of_other_lengths():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, ids = _Cut().double(), batch(13)["ids"]
+    compiled = torch.compile(model, options={"inner": "eager", "outputs": "local"}, **BACKEND)
+    for part, full in zip(compiled(*deepsp.prepare_inputs(ids)), model(ids), strict=True):
+        torch.testing.assert_close(part, deepsp.shard(full, 1))
+
+
 def test_local_outputs():
     on_ranks(3, _local_outputs)
+    on_ranks(3, _local_outputs_of_other_lengths)
 
 
 def _trained():

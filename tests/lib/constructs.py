@@ -79,6 +79,10 @@ class Construct(LM):
     def ends(self, x, ids, labels):  # most ranks have no token of either
         return self.loss(x, labels) + (x[:, :2] * x[:, -2:].exp()).sum()
 
+    def two_tokens(self, x, ids, labels):
+        y = self.q(x[:, 0]) + self.k(x[:, 1]).tanh()
+        return self.loss(x, labels) + y.pow(2).sum()
+
     # Multi-token prediction
 
     def mtp(self, x, ids, labels):
@@ -243,6 +247,10 @@ class Construct(LM):
 
     def log_sigmoid(self, x, ids, labels):
         return self.loss(F.logsigmoid(x), labels)
+
+    def number_checked(self, x, ids, labels):
+        assert (ids != 2).sum(1).max().item() <= ids.size(1)
+        return self.loss(x, labels)
 
     def diagonal(self, x, ids, labels):
         scores = self.q(x) @ self.k(x).mT

@@ -87,9 +87,10 @@ class Forms(Nodes):
                 return sequence
         for other, sequence in self.lengths.items():
             more = difference(length, other)
-            if more and abs(more) <= _FEW and self.holds(sequence.lens[-1] + more >= 2):
+            *lens, last = sequence.lens
+            few = more and abs(more) <= _FEW and self.holds(last >= 2 * abs(more))
+            if few and self.holds(last + more >= 2):
                 # A sequence without its last tokens, say: no token moves.
-                *lens, last = sequence.lens
                 sequence = Sequence((*lens, size_of(last + more)))
                 self.lengths[length] = sequence
                 return sequence

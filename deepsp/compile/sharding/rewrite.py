@@ -14,7 +14,9 @@ full by ``all_reduce`` or ``all_gather``, whose backwards need no communication.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
+import sympy
 import torch
 from torch import fx
 from torch._functorch.autograd_function import autograd_function_apply
@@ -40,7 +42,7 @@ from deepsp.compile.sharding.nodes import (
 )
 from deepsp.compile.sharding.normalize import COND, normalize
 from deepsp.compile.sharding.report import CannotShard, Report, places
-from deepsp.compile.sharding.tokens import Tokens, difference, same, size_of
+from deepsp.compile.sharding.tokens import Sequence, Tokens, difference, same, size_of
 from deepsp.compile.sharding.watch import break_of
 from deepsp.compile.sharding.writes import write
 
@@ -368,6 +370,12 @@ class Rewriter(Forms):
             return self.full(node)
         if value.tokens is None or (self.outputs == "local" and value.tokens.is_sorted):
             raise CannotShard("it returns the order in which each rank sorted its own tokens", node)
+        if self.outputs == "local" and value.tokens.alone:
+            # As deepsp.shard cuts it.
+            tokens = value.tokens
+            even = self.holds(sympy.Eq(sympy.Mod(tokens.length, self.size), 0))
+            sequence = Sequence.split(tokens.length, self.size, even)
+            return self.part(node, replace(tokens, sequence=sequence))
         if self.outputs == "local":
             return value.local
         self.report.note(node, "an output: gathered, Replicate")
