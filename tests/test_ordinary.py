@@ -30,7 +30,7 @@ def test_by_inductor(case):
 
 def _moves():
     cases = "smear", "rolled", "flipped", "ends", "every_second", "whisper", "scan", "best"
-    cases += "two_tokens", "number_checked"
+    cases += "two_tokens", "number_checked", "batch_norm"
     compare(lambda: Together(*cases), (13,), inner="inductor")
 
 

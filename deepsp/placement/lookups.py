@@ -28,9 +28,8 @@ def by_index(op: Op) -> list[Row]:
         return []
     dim = op["dim"] % ndim
     rows = sharded((d for d in range(ndim) if d != dim), operands)
-    if op.target._opname in ("gather", "take_along_dim"):  # each index reads the full tensor
-        x, position = op["self"], op["index"] if op["indices"] is None else op["indices"]
-        rows += row(dim, (x, None), (position, dim))
+    if op.target._opname == "gather":  # each index reads the full tensor
+        rows += row(dim, (op["self"], None), (op["index"], dim))
     return rows
 
 

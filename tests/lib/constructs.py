@@ -20,6 +20,7 @@ class Construct(LM):
         self.query = nn.Parameter(torch.randn(1, 1, DIM))
         self.mha = nn.MultiheadAttention(DIM, 2, batch_first=True)
         self.attend = Attention()
+        self.norm1d = nn.BatchNorm1d(DIM, momentum=0.3)
 
     def loss(self, x, labels):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
@@ -156,7 +157,14 @@ class Construct(LM):
         y = F.interpolate(x.mT, scale_factor=2, mode="nearest")
         return self.loss(x + F.avg_pool1d(y.sin(), 2).mT, labels)
 
+    def other_windows(self, x, ids, labels):
+        y = F.interpolate(x[:, :2].mT, scale_factor=3).sin().sum()
+        return self.loss(x, labels) + y + F.adaptive_avg_pool1d(x[:, :2].mT, 1).exp().sum()
+
     # Statistics of tokens
+
+    def batch_norm(self, x, ids, labels):
+        return self.loss(x + self.norm1d(x.mT).mT, labels)
 
     def norms(self, x, ids, labels):
         y = x.norm(dim=1) + torch.linalg.vector_norm(x, dim=1) + x.norm(1, dim=1)
@@ -192,6 +200,13 @@ class Construct(LM):
     def most_likely(self, x, ids, labels):
         at = x.argmax(1)
         return self.loss(x, labels) + x.gather(1, at[:, None]).sum() + self.embed(at).sum()
+
+    def read_by_position(self, x, ids, labels):
+        n = torch.arange(ids.size(1))
+        at = x[..., 0].argmax(1)
+        y = x + x.take_along_dim(at[:, None, None], 1)
+        y = y + self.p * x.take_along_dim((ids % 4)[..., None], 1)
+        return self.loss(y, labels) + (self.q(x) @ self.k(x).mT)[:, n, n].sin().sum()
 
     def best(self, x, ids, labels):
         scores, chosen = x[..., 0].topk(3, 1)
@@ -235,6 +250,23 @@ class Construct(LM):
         y.add_(p).mul_(2)
         x = x * y
         return self.loss(x * p, labels)
+
+    def written_twice(self, x, ids, labels):
+        y = x * 1
+        y[..., :5].mul_(2).add_(1)
+        z = y[:, 1:]
+        z.mul_(2)
+        z.add_(self.p)
+        y.add_(1)
+        for t in (1, 2):
+            row = y[:, t]
+            row += self.p
+            row *= 2
+        table = self.position.weight[:4] * 1
+        row = table[2]
+        row.add_(1)
+        row.mul_(3)
+        return self.loss(y + table.sum(0), labels) + z.sin().sum()
 
     def halves_written(self, x, ids, labels):
         y = x * 2

@@ -465,6 +465,9 @@ def compare(
                 torch.testing.assert_close(
                     mine[n], p.grad, rtol=0, atol=tolerance * scale, msg=lambda m, n=n: f"{n}: {m}"
                 )
+        if ranks is None:  # in lock step, buffers are copies
+            for (n, x), y in zip(model.named_buffers(), reference.buffers(), strict=True):
+                torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, msg=n)
         model.zero_grad()
         reference.zero_grad()
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -453,6 +453,21 @@ class Changed(LM):
             out[chosen == n] = expert(x[chosen == n])
         return out
 
+    def written_without_gradients(self, x):
+        x = x * 1
+        with torch.no_grad():
+            x.clamp_(-0.5, 0.5)
+        return x
+
+    def view_written_without_gradients(self, x):
+        x = x * 1
+        with torch.no_grad():
+            x[:, 0] = 0.5
+        return x
+
+    def interpolated_by_a_fraction(self, x):
+        return F.interpolate(x[:, :4].mT, scale_factor=2.1).mT.sum(1, keepdim=True) + x
+
     def relative_shift(self, x):
         scores = x @ x.mT
         merged = F.pad(scores, (1, 0)).view(x.size(0), -1, x.size(1))[:, 1:]
@@ -469,6 +484,9 @@ REFUSED = {
     "experts_by_nonzero": "nonzero.*depends on",
     "experts_by_where": "depends on data",
     "experts_by_mask": "index.*depends on a mask",
+    "written_without_gradients": "clamp_.*under torch.no_grad",
+    "view_written_without_gradients": "under torch.no_grad",
+    "interpolated_by_a_fraction": "upsample_nearest1d.*by a fraction",
     "relative_shift": "view.*splits the sequence.*deepsp.replicated",
 }
 

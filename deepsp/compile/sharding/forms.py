@@ -93,6 +93,7 @@ class Forms(Nodes):
                 # A sequence without its last tokens, say: no token moves.
                 sequence = Sequence((*lens, size_of(last + more)))
                 self.lengths[length] = sequence
+                self.note_empty(sequence)
                 return sequence
         # At most two graphs: for lengths that divide by the ranks, and for all others.
         even = isinstance(length, int) or self.mode.shape_env.evaluate_expr(
@@ -100,6 +101,7 @@ class Forms(Nodes):
         )
         sequence = Sequence.split(length, self.size, bool(even))
         self.lengths[length] = sequence
+        self.note_empty(sequence)
         # With one token, or none, a tensor's strides say less, and guards would differ by rank.
         self.settle(sequence, 2)
         return sequence

@@ -108,7 +108,12 @@ def views_out_of_place(gm: fx.GraphModule, mode) -> None:
     used later are made again, of the new tensor."""
     inputs = {storage_of(n) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    differentiates, constants = True, set()  # what is made under no_grad
     for node in list(gm.graph.nodes):
+        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+            differentiates = node.args[0]
+        if not differentiates:
+            constants.add(node)
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable or functional(node.target) is None:
             continue
@@ -117,8 +122,10 @@ def views_out_of_place(gm: fx.GraphModule, mode) -> None:
             views.append(base)
             base = base.args[0]
         storage = storage_of(base)
-        if not views or storage in inputs:
+        if storage in inputs:
             continue
+        if not differentiates and base not in constants:
+            continue  # it writes values, and leaves what the tensor was made of
         late = [
             n
             for n in gm.graph.nodes
@@ -127,7 +134,7 @@ def views_out_of_place(gm: fx.GraphModule, mode) -> None:
             and order.get(n, 0) < order[node]
             and any(order.get(user, 0) > order[node] for user in n.users)
         ]
-        if all(_reaches(n, base, storage) for n in late):
+        if (views or late) and all(_reaches(n, base, storage) for n in late):
             _write_out_of_place(gm.graph, node, views, base, late, mode, order)
     gm.graph.lint()
 
@@ -160,22 +167,25 @@ def _write_out_of_place(
             written = add(_aten.to.dtype, (written, view.meta["val"].dtype))
         if is_copy and written.meta["val"].shape != view.meta["val"].shape:
             written = add(_aten.expand_as.default, (written, view))
-        replaced = {views[0]: written}
+        if is_copy and not views:
+            written = add(_aten.clone.default, (written,))
+        replaced = {node.args[0]: written}
         for i, view in enumerate(views):
             below = views[i + 1] if i + 1 < len(views) else base
             replaced[below] = add(*_BACK[view.target](below, replaced[view], view))
+        remade = {base: replaced[base]}
 
-        def again(view):  # of the new base
-            if view not in replaced:
+        def again(view):  # of the new base, so that the next write into either is seen in both
+            if view not in remade:
                 source = again(view.args[0])
-                replaced[view] = add(view.target, (source, *view.args[1:]), view.kwargs)
-            return replaced[view]
+                remade[view] = add(view.target, (source, *view.args[1:]), view.kwargs)
+            return remade[view]
 
-        for view in late:
+        for view in (*views, *late):
             again(view)
-    for old, new in replaced.items():
+    for old, new in remade.items():
         old.replace_all_uses_with(new, lambda user: order[user] > order[node])
-    node.replace_all_uses_with(written)
+    node.replace_all_uses_with(remade[node.args[0]])
     graph.erase_node(node)
 
 
@@ -184,6 +194,13 @@ def write(walk, node: fx.Node) -> None:
     it has no views."""
     target = node.args[0]
     aliases = _aliases(walk, target)
+    forms = [x for n in aliases for x in (walk.values[n].full, walk.values[n].local) if x]
+    if not torch.is_grad_enabled() and any(is_differentiated(walk.env[x]) for x in forms):
+        raise CannotShard(
+            "it writes under torch.no_grad() into a tensor that is differentiated; write into "
+            "x.detach().clone(), or use torch.where",
+            node,
+        )
     out_of_place = functional(node.target)
     seen = [n for n in aliases if n is not target and _used_behind(n, node)]
     apart = out_of_place is not None and not seen and target.op != "placeholder"

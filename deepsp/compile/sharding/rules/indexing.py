@@ -14,7 +14,7 @@ aten, ours = torch.ops.aten, torch.ops.deepsp
 
 _AMONG = "along the sequence it depends on all earlier tokens, or on all of them"
 refused("nonzero masked_select unique _unique2 searchsorted", _AMONG)
-decomposed("nanmean")
+decomposed("nanmean take_along_dim")
 refused("bincount", "its length depends on all tokens; use F.one_hot(x, n), summed over the tokens")
 
 
@@ -48,15 +48,17 @@ def index(call: Call) -> Tokens | None:
     behind = len(call.shape(x)) - 1 - places[-1]
 
     def read(local, position):
-        new = [position if n == indices[tokens.dim] else n and call.operand(n) for n in indices]
+        new = [
+            position if d == tokens.dim else n and call.operand(n) for d, n in enumerate(indices)
+        ]
         return call.graph.call(aten.index.Tensor, local, new)
 
     return _read(call, x, indices[tokens.dim], chosen, behind, read)
 
 
-@along_tokens("gather take_along_dim")
+@along_tokens("gather")
 def gather(call: Call, tokens: Tokens) -> Tokens | None:
-    x, position = call.node.args[0], call["index"] or call["indices"]
+    x, position = call.node.args[0], call["index"]
     if not call.is_fixed(x):
         return by_rows(call)
 

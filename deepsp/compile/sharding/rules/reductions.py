@@ -93,7 +93,8 @@ def _extreme(call: Call, local: fx.Node, tokens: Tokens, dims: list[int], most: 
     """Compares the ranks' extremes over the tokens. Equal ones share the gradient across ranks."""
     graph, dtype = call.graph, call.graph.env[local].dtype
     detached = graph.call(aten.detach.default, local)
-    if not graph.holds(tokens.sequence.lens[graph.rank] * tokens.inner > 0):  # no tokens
+    some = [graph.holds(n * tokens.inner > 0) for n in tokens.sequence.lens]  # alike on all ranks
+    if not some[graph.rank]:
         least, greatest = -torch.inf, torch.inf
         if not dtype.is_floating_point:
             least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max

@@ -123,7 +123,7 @@ def slice_(call: Call) -> Tokens:
     if call.graph.values[x].full is not None:
         call.refuse("it selects tokens of a replicated tensor")
     begin = _index(call, call["start"] if call["start"] is not None else 0, shape[dim])
-    if call["step"] not in (None, 1):
+    if call["step"] not in (None, 1) and not same(out[dim], 1):
         return _every(call, x, tokens, begin)
     if tokens.order == JOINED:
         new, call.lower = joined.part_of(call, x, tokens, begin, size_of(begin + out[dim]))
@@ -170,6 +170,8 @@ def turned(call: Call, tokens: Tokens) -> Tokens:
     if name == "roll":
         shifts = [_number(n) for n in call["shifts"]]
         shift = sum(n for d, n in zip(places, shifts, strict=True) if d == dim)
+        if isinstance(shift, int) and isinstance(length, int):
+            shift %= length
         if graph.holds(shift < 0):
             shift = size_of(shift + length)
         if graph.holds(shift < 0) or graph.holds(shift > length):
@@ -210,7 +212,9 @@ def written(call: Call) -> Tokens:
     if tokens is None or call["dim"] % len(call.shape(x)) != tokens.dim:
         return by_rows(call)
     dim, one = tokens.dim, call.target is aten.select_scatter.default
-    if not tokens.plain.alone or graph.values[x].full is not None or call["step"] not in (None, 1):
+    if call["step"] not in (None, 1):
+        call.refuse("it writes one of several tokens; use torch.where with a mask of the tokens")
+    if not tokens.plain.alone or not call.is_fixed(x):
         call.refuse("it writes tokens of a sequence that was merged with another dimension")
     tokens, length = tokens.plain, call.shape(x)[dim]
     begin = _index(call, call["index"] if one else call["start"] or 0, length)
@@ -422,7 +426,7 @@ def repeat_interleave(call: Call) -> Tokens:
     return replace(tokens, inner=size_of(tokens.inner * _number(call["repeats"])))
 
 
-@rule(aten.expand.default)
+@rule(aten.expand.default, aten.broadcast_to.default)
 def expand(call: Call) -> Tokens:
     x, out = call.node.args[0], call.out
     tokens = call.tokens(x)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 from deepsp.compile.sharding.redistribute import ranges
 from deepsp.compile.sharding.rules import Call, by_rows, overloads, refused, rule
@@ -55,6 +56,7 @@ def windows(
         sequence = Sequence((*lens, size_of(last + count - have.length)))
     else:
         sequence = graph.sequence(count)
+    graph.note_empty(sequence)
     want, pads = [], []
     for rank in range(graph.size):
         begin, many = sequence.begin(rank), sequence.lens[rank]
@@ -162,12 +164,13 @@ def adaptive(call: Call) -> Tokens | None:
     if place < 0:
         return by_rows(call)
     size, count = list(call["output_size"]), call.out[tokens.dim]
-    if same(count, 1):
-        mine, total = tokens.local(graph.rank), tokens.full
+    if all(same(n, 1) for n in call.out[-spatial:]):
+        dims = list(range(-spatial, 0))
+        total = product(call.shape(x)[-spatial:])
 
         def lower():
-            mean = graph.call(aten.mul.Scalar, call.same_op(), graph.int_(mine))
-            return graph.all_reduce(graph.call(aten.div.Scalar, mean, graph.int_(total)))
+            local = graph.call(aten.sum.dim_IntList, call.operand(x), dims, True)
+            return graph.call(aten.div.Scalar, graph.all_reduce(local), graph.int_(total))
 
         call.lower = lower
         return None
@@ -188,16 +191,24 @@ def adaptive(call: Call) -> Tokens | None:
 def nearest(call: Call) -> Tokens:
     """Repeats tokens a whole number of times."""
     x, tokens, graph = call.node.args[0], call.one_of(), call.graph
-    times = quotient(call.out[tokens.dim], call.shape(x)[tokens.dim])
     if tokens.dim < 2:
-        return by_rows(call, [])
-    if times is None or not tokens.plain.alone:
+        return tokens
+    whole = [quotient(n, m) for n, m in zip(call.out[2:], call.shape(x)[2:], strict=True)]
+    scales = call["scale_factors"]
+    if scales is not None and [float(n or 0) for n in whole] != list(scales):
+        whole = [None] * len(whole)
+    if (times := whole[tokens.dim - 2]) is None or not tokens.plain.alone:
         call.refuse("it interpolates tokens by a fraction; pass a whole scale_factor")
-    new = replace(tokens, inner=size_of(tokens.inner * times))
+    new = replace(tokens.plain, inner=times)
 
     def lower():
-        size = graph.shape(new.part(call.out, graph.rank)[2:])
-        return graph.call(call.target, call.operand(x), size, None)
+        part, local = new.part(call.out, graph.rank)[2:], call.operand(x)
+        if none := same(part[tokens.dim - 2], 0):
+            sizes = [0] * (2 * (len(call.out) - 1 - tokens.dim)) + [0, 1]
+            local = graph.call(aten.constant_pad_nd.default, local, sizes, 0)
+            part[tokens.dim - 2] = times
+        out = graph.call(call.target, local, graph.shape(part), None)
+        return graph.call(aten.narrow.default, out, tokens.dim, 0, 0) if none else out
 
     call.lower = lower
     return new
@@ -217,20 +228,17 @@ def unfold(call: Call) -> Tokens:
 def im2col(call: Call) -> Tokens:
     """[B, C, height, width] -> [B, C * window, windows]: rows of windows."""
     tokens = call.one_of()
+    if tokens.dim == 0:
+        return tokens
     if tokens.dim != 2:
-        return by_rows(call, [])
+        call.refuse(_BORDERS)
     sizes = [call[name][0] for name in ("kernel_size", "stride", "padding", "dilation")]
-    high, wide = (
-        (
-            call.shape(call.node.args[0])[2 + d]
-            + 2 * call["padding"][d]
-            - call["dilation"][d] * (call["kernel_size"][d] - 1)
-            - 1
-        )
-        // call["stride"][d]
-        + 1
-        for d in range(2)
-    )
+    sides = []
+    for d in range(2):
+        padded = size_of(call.shape(call.node.args[0])[2 + d] + 2 * call["padding"][d])
+        reach = call["dilation"][d] * (call["kernel_size"][d] - 1) + 1
+        sides.append(size_of(FloorDiv(size_of(padded - reach), call["stride"][d]) + 1))
+    high, wide = sides
     new, taken = windows(call, tokens, *sizes, count=high)
 
     def lower():
