@@ -322,7 +322,6 @@ _USES = {
 _REFUSED = {
     "causal": "causal attention is ambiguous",
     "cut": r"selects tokens .* of sequences that were concatenated",
-    "shifted": "combines tokens of different positions",
 }
 
 

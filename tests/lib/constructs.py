@@ -310,6 +310,7 @@ FIXED = [
     "strided_convolution",
     "pooled",
     "pooled_planes",
+    "read_by_position",
 ]
 
 
