@@ -198,6 +198,7 @@ def _waits_for(finder, name: str) -> bool:
 STATE = {
     "compile.sharding.rules.__init__._COMBINED": "rules of the compile pass, filled at import",
     "compile.sharding.rules.__init__._OF_OWN": "rules of the compile pass, filled at import",
+    "compile.sharding.rules.__init__._DECOMPOSED": "rules of the compile pass, filled at import",
     "compile.sharding.rules.__init__._REASONS": "rules of the compile pass, filled at import",
     "compile.sharding.rules.__init__._RULES": "rules of the compile pass, filled at import",
     "compile.sharding.watch._BREAKS": "Dynamo's log of graph breaks, which a first call reads",

@@ -9,7 +9,7 @@ from meetings import FULL, MEETS, OPS, WRITES, Op, Writing, make
 from deepsp.compile import CannotShard
 
 # Tokens that a full value's part would have to take from other ranks.
-REFUSED = {"flipped", "slice", "pad"}
+REFUSED = {"slice"}
 
 
 def _all(models, lengths, refused=lambda name: False, **ranks):

@@ -256,11 +256,16 @@ class Call(placement.Op):
         return self.graph.call(self.target, *args, **kwargs)
 
     def one_of(self) -> Tokens:
-        """The only tokens among the operands; refuses several that aren't the same."""
+        """The only tokens among the operands; others move there, or are refused."""
         kinds = {t.plain: t for t in map(self.tokens, self.operands) if t is not None}
-        if len(kinds) != 1:
+        first, *others = kinds.values() or [None]
+        if first is None or not all(movable(first, t) for t in others):
             self.refuse("its operands are sharded along different dimensions or sequences")
-        return next(iter(kinds.values()))
+        if others:
+            for node in self.operands:
+                if self.tokens(node) is not None:
+                    self.want(node, first)
+        return first
 
 
 def by_rows(call: Call, rows: list[Row] | None = None):

@@ -49,11 +49,15 @@ def windows(
     if not tokens.plain.alone:
         call.refuse("it makes windows of tokens that were merged with another dimension")
     have, count = tokens.plain, call.out[dim] if count is None else count
-    if stride == 1 and same(count, have.length):
-        sequence = have.sequence
-    elif stride == 1 and graph.holds(have.sequence.lens[-1] + count > have.length):
+    begin, end, inside = have.sequence.inside or (0, have.length, have.sequence)
+    more = size_of(count - have.length)
+    if stride == 1 and same(count, end - begin):  # without what was put before it or behind
+        sequence = inside
+    elif stride == 1 and graph.holds(more >= 0):
+        sequence = have.extended(0, more).sequence
+    elif stride == 1 and graph.holds(have.sequence.lens[-1] + more > 0):
         *lens, last = have.sequence.lens
-        sequence = Sequence((*lens, size_of(last + count - have.length)))
+        sequence = Sequence((*lens, size_of(last + more)))
     else:
         sequence = graph.sequence(count)
     graph.note_empty(sequence)
