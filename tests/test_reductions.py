@@ -116,8 +116,8 @@ def test_parts(tokens):
         for n, name in enumerate(REDUCTIONS):
             if (part, name) in UNLIKE:
                 continue
-            given, wanted = model.embeds[n].weight.grad, reference.embeds[n].weight.grad
-            pairs = [(values[n], expected[n]), (given, wanted)]
+            gradients = (m.embeds[n].weight.grad for m in (model, reference))
+            pairs = [(values[n], expected[n]), tuple(gradients)]
             for x, y in pairs[: 1 if expected[n].isnan() else 2]:
                 torch.testing.assert_close(
                     x,

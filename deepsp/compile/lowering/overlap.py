@@ -47,6 +47,7 @@ from deepsp.compile.graphs import (
 )
 from deepsp.compile.lowering.gloo import avoid_gathers
 from deepsp.compile.lowering.inductor_table import calls_kernels
+from deepsp.compile.sharding.nodes import sources_of
 
 _c10d = torch.ops._c10d_functional
 _STARTS = {_c10d.all_to_all_single.default, _c10d.reduce_scatter_tensor.default}
@@ -120,12 +121,7 @@ def raise_starts(graph: fx.Graph) -> None:
     for start in [n for n in graph.nodes if _is_start(n)]:
         nodes = list(graph.nodes)
         place = {node: i for i, node in enumerate(nodes)}
-        needed, stack = set(), [start]
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack += node.all_input_nodes
+        needed = set(sources_of(start))
         barriers = [
             n
             for n in nodes[: place[start]]

@@ -223,7 +223,9 @@ def parallelize(
             :func:`deepsp.compile.sharding.boundary.without_caches` raises if one is used.
 
     Returns:
-        A differentiable graph with the inputs and outputs of ``gm``, for any inner compiler.
+        A differentiable graph with the inputs and outputs of ``gm``, for any inner compiler. If its
+        ``.meta["apart"]`` is true, compile it with ``torch._functorch.config.cse`` off: collectives
+        that are equal on this rank, of zeros, aren't on others.
 
     Raises:
         ValueError: an unknown option, or :class:`deepsp.compile.CannotShard`: something in the

@@ -25,11 +25,16 @@ from torch.utils._pytree import tree_leaves
 
 from deepsp.compile.sharding.forms import Forms
 from deepsp.compile.sharding.inputs import MARK
-from deepsp.compile.sharding.nodes import has_tensor, is_differentiated, is_random
+from deepsp.compile.sharding.nodes import (
+    group_of,
+    has_tensor,
+    is_differentiated,
+    is_random,
+    sources_of,
+)
 from deepsp.compile.sharding.report import CannotShard
 
 _ours, _c10d = torch.ops.deepsp, torch.ops._c10d_functional
-COMMUNICATE = ("deepsp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
 GATHERS = {
     _ours.gather_cast.default,
     _ours.gather_cast_coalesced.default,
@@ -40,16 +45,6 @@ GATHERS = {
 }
 # Nodes between a gather and the ops that use the gathered tensor.
 _PASSED = {operator.getitem, _c10d.wait_tensor.default}
-
-
-def _group_of(node: fx.Node) -> str | None:
-    """The name of the group in which an op communicates."""
-    if getattr(node.target, "namespace", "") not in COMMUNICATE:
-        return None
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "group_name":
-            return node.args[i] if i < len(node.args) else node.kwargs[argument.name]
-    return None
 
 
 def summed_by_gathers(
@@ -70,7 +65,7 @@ def summed_by_gathers(
         if node.target in _PASSED and node.all_input_nodes[0] in gathered:
             gathered.add(node)
             continue
-        name = _group_of(node)
+        name = group_of(node)
         ranks = set() if name is None else set(dist.get_process_group_ranks(resolve(name)))
         common = ranks & of_sequence
         if len(common) < 2:
@@ -104,12 +99,7 @@ def summed_by_gathers(
 def _made_of(shard: fx.Node, gather: fx.Node, differentiated: set[fx.Node]) -> set[fx.Node]:
     """The nodes that compute a shard from one parameter by casts, views or scales; without those
     that have no gradient."""
-    behind, stack = [], [shard]
-    while stack:
-        node = stack.pop()
-        if node not in behind:
-            behind.append(node)
-            stack += node.all_input_nodes
+    behind = list(sources_of(shard))
     parameters = [n for n in behind if n in differentiated]
     random = [n for n in behind if is_random(n.target)]
     if len(parameters) > 1 or random:

@@ -17,8 +17,7 @@ from torch._higher_order_ops.flex_attention import flex_attention
 from torch.fx.experimental import symbolic_shapes
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepsp.compile.sharding.boundary import COMMUNICATE
-from deepsp.compile.sharding.nodes import is_random, is_tensor
+from deepsp.compile.sharding.nodes import COMMUNICATE, is_random, is_tensor
 
 _ATTENTION = {
     torch.ops.deepsp.distributed_attention.default,

@@ -87,11 +87,11 @@ class Forms(Nodes):
                 return sequence
         for other, sequence in self.lengths.items():
             more = difference(length, other)
-            *lens, last = sequence.lens
+            last = sequence.lens[-1]
             few = more and abs(more) <= _FEW and self.holds(last >= 2 * abs(more))
             if few and self.holds(last + more >= 2):
                 # A sequence without its last tokens, say: no token moves.
-                sequence = Sequence((*lens, size_of(last + more)))
+                sequence = sequence.longer(more)
                 self.lengths[length] = sequence
                 self.note_empty(sequence)
                 return sequence

@@ -20,6 +20,12 @@ def taken(graph, x: fx.Node, dim: int, runs: list) -> fx.Node:
     return pieces[0] if len(pieces) == 1 else graph.call(aten.cat.default, pieces, dim)
 
 
+def padded(graph, x: fx.Node, dim: int, ends: tuple[Size, Size], value: float = 0) -> fx.Node:
+    """With so many elements of ``value`` before and behind those of a dimension."""
+    sizes = [0] * (2 * (graph.env[x].dim() - 1 - dim)) + graph.shape(ends)
+    return graph.call(aten.constant_pad_nd.default, x, sizes, value)
+
+
 def by_rank(graph, x: fx.Node, dim: int, sequence: Sequence) -> fx.Node:
     """A tensor of the full sequences, in the order of the ranks' tokens."""
     return taken(graph, x, dim, [run for r in range(graph.size) for run in sequence.pieces(r)])

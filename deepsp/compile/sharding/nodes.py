@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -79,6 +80,29 @@ def copy_of(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, graph)
 
 
+def sources_of(node: fx.Node) -> Iterator[fx.Node]:
+    """A node and all that it is made of, each once."""
+    seen, stack = {node}, [node]
+    while stack:
+        yield (node := stack.pop())
+        new = [x for x in node.all_input_nodes if x not in seen]
+        seen.update(new)
+        stack += new
+
+
+COMMUNICATE = ("deepsp", "c10d", "_c10d_functional", "_c10d_functional_autograd")
+
+
+def group_of(node: fx.Node) -> str | None:
+    """The name of the group in which an op communicates."""
+    if getattr(node.target, "namespace", "") not in COMMUNICATE:
+        return None
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "group_name":
+            return node.args[i] if i < len(node.args) else node.kwargs[argument.name]
+    return None
+
+
 class Nodes:
     """A new graph, and what is known of its nodes."""
 
@@ -105,7 +129,7 @@ class Nodes:
         full = next((i for i, x in enumerate(pieces) if not is_empty(x)), None)
         new = list(pieces)
         for x in pieces:
-            if full is not None and is_empty(x) and _communicates(x):
+            if full is not None and is_empty(x) and any(group_of(y) for y in sources_of(x)):
                 none = self.call(_aten.any.default, self.call(_aten.detach.default, x))
                 none = self.call(_aten.to.dtype, none, self.env[new[full]].dtype)
                 new[full] = self.call(_aten.add.Tensor, new[full], none)  # adds 0
@@ -196,20 +220,6 @@ class Nodes:
     def know(self, value: torch.SymInt, node: fx.Node) -> None:
         if value.node.expr.is_Symbol:
             self.symbols.setdefault(value.node.expr, node)
-
-
-def _communicates(node: fx.Node) -> bool:
-    """Whether a collective is among the nodes that make this one."""
-    seen, stack = set(), [node]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
-            schema = getattr(node.target, "_schema", None)
-            if schema is not None and any(a.name == "group_name" for a in schema.arguments):
-                return True
-    return False
 
 
 def _behind(node: fx.Node):

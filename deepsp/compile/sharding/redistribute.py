@@ -3,7 +3,7 @@ sequence is shifted. A rank is sent the tokens that it lacks, and no others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -25,6 +25,7 @@ class Block:
     source: int  # the rank
     start: Size  # in its part
     length: Size
+    travels: bool
 
 
 def movable(have: Tokens, want: Tokens) -> bool:
@@ -48,7 +49,7 @@ def ranges(graph, node: fx.Node, tokens: Tokens, want: list[Runs]) -> fx.Node:
 
 
 def fetched(graph, local: fx.Node, shape: list[Size], tokens: Tokens, want: list[Runs]) -> fx.Node:
-    """Of a part of a tensor of ``shape``, the tokens that each rank wants instead."""
+    """The tokens that each rank wants instead of its part of a tensor of ``shape``."""
     have = [tokens.sequence.pieces(r) for r in range(graph.size)]
     dim, inner = tokens.dim, tokens.inner
     if same(tokens.outer, 1):
@@ -69,37 +70,25 @@ def redistribute(graph, local: fx.Node, dim: int, have: list[Runs], want: list[R
     """A rank's tokens ``want[rank]`` along ``dim`` of a tensor of which each rank has ``have``.
     Ranks may want the same tokens; the gradients of a token are summed where it was."""
     rank, ranks = graph.rank, range(graph.size)
-    blocks = [_blocks(graph, have, want[to]) for to in ranks]
+    blocks = [_blocks(graph, have, want[to], to) for to in ranks]
+    if not any(b.travels for part in blocks for b in part):
+        return _joined(graph, [_piece(graph, local, dim, b) for b in blocks[rank]], local, dim)
+    blocks = [_with_arrival(part) for part in blocks]
     counts = [
-        [size_of(sum(b.length for b in blocks[to] if b.source == source != to)) for to in ranks]
+        [
+            size_of(sum(b.length for b in part if b.travels and b.source == source))
+            for part in blocks
+        ]
         for source in ranks
     ]
-    if not any(any(row) for row in counts):
-        return _joined(graph, [_piece(graph, local, dim, b) for b in blocks[rank]], local, dim)
-    for to in ranks:
-        # A rank that receives nothing sends itself a token: in its graph, too, the exchange has a
-        # result that is used, so that no compiler drops it there alone.
-        own = [n for n, b in enumerate(blocks[to]) if b.source == to]
-        if own and not any(row[to] for row in counts):
-            counts[to][to] = 1
-            first = blocks[to][own[0]]
-            blocks[to][own[0] : own[0] + 1] = [
-                Block(to, first.start, 1),
-                Block(to, size_of(first.start + 1), size_of(first.length - 1)),
-            ]
-    travels = [[b.source != to for b in blocks[to]] for to in ranks]
-    for to in ranks:
-        if counts[to][to]:
-            travels[to][[b.source for b in blocks[to]].index(to)] = True
     sent = [
         _piece(graph, local, dim, b)
-        for to in ranks
-        for b, moves in zip(blocks[to], travels[to], strict=True)
-        if moves and b.source == rank
+        for part in blocks
+        for b in part
+        if b.travels and b.source == rank
     ]
     rows = _joined(graph, sent, local, dim)
-    shape = list(graph.env[local].shape)
-    rest = [size_of(n) for d, n in enumerate(shape) if d != dim]
+    rest = [size_of(n) for d, n in enumerate(graph.env[local].shape) if d != dim]
     rows = graph.call(_aten.movedim.int, rows, dim, 0)
     total = size_of(sum(counts[rank]))
     rows = graph.call(_aten.reshape.default, rows, graph.shape([total, product(rest)]))
@@ -109,17 +98,23 @@ def redistribute(graph, local: fx.Node, dim: int, have: list[Runs], want: list[R
     total = size_of(sum(row[rank] for row in counts))
     got = graph.call(_aten.reshape.default, got, graph.shape([total, *rest]))
     got = graph.call(_aten.movedim.int, got, 0, dim)
-    before, places = 0, {}
-    mine = list(zip(blocks[rank], travels[rank], strict=True))
-    for n in sorted(range(len(mine)), key=lambda n: mine[n][0].source):
-        if mine[n][1]:
-            places[n] = Block(mine[n][0].source, before, mine[n][0].length)
-            before = size_of(before + mine[n][0].length)
-    pieces = [
-        _piece(graph, got, dim, places[n]) if moves else _piece(graph, local, dim, b)
-        for n, (b, moves) in enumerate(mine)
-    ]
-    return _joined(graph, pieces, got, dim)
+    pieces: dict[int, fx.Node] = {}
+    arrived: Size = 0
+    for n, b in sorted(enumerate(blocks[rank]), key=lambda x: x[1].source):  # as they arrive
+        x = got if b.travels else local
+        pieces[n] = _piece(graph, x, dim, replace(b, start=arrived) if b.travels else b)
+        arrived = size_of(arrived + b.length) if b.travels else arrived
+    return _joined(graph, [pieces[n] for n in sorted(pieces)], got, dim)
+
+
+def _with_arrival(part: list[Block]) -> list[Block]:
+    """If a rank would receive nothing, it sends itself a token: in its graph, too, the exchange has
+    a result that is used, so that no compiler drops it there alone."""
+    if not part or any(b.travels for b in part):
+        return part
+    first, *others = part
+    rest = replace(first, start=size_of(first.start + 1), length=size_of(first.length - 1))
+    return [replace(first, length=1, travels=True), rest, *others]
 
 
 def _piece(graph, x: fx.Node, dim: int, block: Block) -> fx.Node:
@@ -133,8 +128,8 @@ def _joined(graph, pieces: list[fx.Node], like: fx.Node, dim: int) -> fx.Node:
     return pieces[0] if len(pieces) == 1 else graph.call(_aten.cat.default, pieces, dim)
 
 
-def _blocks(graph, have: list[Runs], want: Runs) -> list[Block]:
-    """Where the tokens of a part are now. Guards settle it, the same on all ranks."""
+def _blocks(graph, have: list[Runs], want: Runs, to: int) -> list[Block]:
+    """Where the tokens of rank ``to``'s part are now. Guards settle it, the same on all ranks."""
     sources, hint = [], graph.hint
     for rank, runs in enumerate(have):
         start: Size = 0
@@ -155,7 +150,7 @@ def _blocks(graph, have: list[Runs], want: Runs) -> list[Block]:
                 break
             covered = high
             start = size_of(start + low - first)
-            blocks.append(Block(rank, start, size_of(high - low)))
+            blocks.append(Block(rank, start, size_of(high - low), rank != to))
         if not graph.equal(covered, end):
             raise CannotShard(
                 f"it needs tokens {begin} to {end}, which the ranks don't have", graph.current

@@ -92,6 +92,11 @@ class Sequence:
         lens = zip(*(part.lens for _, part in parts), strict=True)
         return Sequence(tuple(size_of(sum(ns)) for ns in lens), joined=tuple(parts))
 
+    def longer(self, more: Size) -> Sequence:
+        """With more tokens on the last rank; fewer, if ``more`` is negative."""
+        *lens, last = self.lens
+        return Sequence((*lens, size_of(last + more)))
+
     def begin(self, rank: int) -> Size:
         return size_of(sympy.Add(*self.lens[:rank])) if rank else 0
 

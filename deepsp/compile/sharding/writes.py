@@ -4,6 +4,7 @@ where a tensor is local or differentiated."""
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 
 import torch
 from torch import fx
@@ -108,6 +109,9 @@ def views_out_of_place(gm: fx.GraphModule, mode) -> None:
     used later are made again, of the new tensor."""
     inputs = {storage_of(n) for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")}
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    alike = defaultdict(list)  # nodes by their storage
+    for node in order:
+        alike[storage_of(node)].append(node)
     differentiates, constants = True, set()  # what is made under no_grad
     for node in list(gm.graph.nodes):
         if getattr(node.target, "__name__", "") == "_set_grad_enabled":
@@ -128,14 +132,13 @@ def views_out_of_place(gm: fx.GraphModule, mode) -> None:
             continue  # it writes values, and leaves what the tensor was made of
         late = [
             n
-            for n in gm.graph.nodes
+            for n in alike[storage]
             if n not in (base, node, *views)
-            and storage_of(n) == storage
-            and order.get(n, 0) < order[node]
-            and any(order.get(user, 0) > order[node] for user in n.users)
+            and order[n] < order[node]
+            and any(order[user] > order[node] for user in n.users)
         ]
         if (views or late) and all(_reaches(n, base, storage) for n in late):
-            _write_out_of_place(gm.graph, node, views, base, late, mode, order)
+            _write_out_of_place(gm.graph, node, views, base, late, mode, order, alike)
     gm.graph.lint()
 
 
@@ -152,11 +155,12 @@ def _reaches(node: fx.Node, base: fx.Node, storage: int | None) -> bool:
 
 
 def _write_out_of_place(
-    graph: fx.Graph, node: fx.Node, views: list, base: fx.Node, late: list, mode, order
+    graph: fx.Graph, node: fx.Node, views: list, base: fx.Node, late: list, mode, order, alike
 ) -> None:
     def add(target, args, kwargs=None):
         new = _add_call(graph, node, mode, target, args, kwargs)
         order[new] = order[node]
+        alike[storage_of(new)].append(new)
         return new
 
     with graph.inserting_before(node):

@@ -133,8 +133,8 @@ def _dims_taken(item) -> int:
 
 def _check_count(flow, name: str, value: Value, count, size: int) -> None:
     """``count``: how many elements are taken, from one end."""
-    known = isinstance(count, int) and not is_local(count)
-    if known and size <= count < size * flow.member[1]:
+    is_fixed = isinstance(count, int) and not is_local(count)
+    if is_fixed and size <= count < size * flow.member[1]:
         flow.fail(
             name,
             f"{count} elements are taken along axis {value.place.axis}, of which this rank has "

@@ -132,8 +132,9 @@ def _load() -> None:
 def is_known(op) -> bool:
     """Whether an op has a rule, or a reason for having none."""
     _load()
-    known = op in _RULES or op in _REASONS or placement.find(op) is not None
-    return known and op not in _DECOMPOSED
+    if op in _DECOMPOSED:
+        return False
+    return op in _RULES or op in _REASONS or placement.find(op) is not None
 
 
 def find(call: Call) -> Callable:
@@ -296,7 +297,7 @@ def by_rows(call: Call, rows: list[Row] | None = None):
     shape = call.out if isinstance(out, torch.Tensor) else []
 
     def preference(x):
-        """Of tokens that are merged with another dimension, the operand that knows how is first."""
+        """Where tokens are merged with another dimension, an operand that tells how is first."""
         node, row = x
         written = row.place(node) is placement.ANYTHING and row.outputs is not None
         merged = not same(call.tokens(node).inner, 1)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from deepsp.compile.sharding.joined import padded
 from deepsp.compile.sharding.rules import Call, along_tokens, by_rows, decomposed, refused, rule
 from deepsp.compile.sharding.tokens import Tokens, same
 
@@ -84,9 +85,7 @@ def _read(call: Call, x, position, chosen: list, behind: int, read: Callable) ->
     def lower():
         local = call.operand(x)
         if same(count, 0):  # a token that isn't read
-            padding = [0] * (2 * (len(call.shape(x)) - tokens.dim))
-            padding[-1] = 1
-            local = graph.call(aten.constant_pad_nd.default, local, padding, 0)
+            local = padded(graph, local, tokens.dim, (0, 1))
         place = graph.call(aten.remainder.Scalar, call.operand(position), graph.int_(tokens.full))
         place = graph.call(aten.sub.Scalar, place, graph.int_(begin))
         inside = graph.call(

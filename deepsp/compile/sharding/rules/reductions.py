@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from deepsp.compile.sharding.joined import padded
 from deepsp.compile.sharding.rules import Call, along_tokens, combined, overloads, refused
-from deepsp.compile.sharding.tokens import Tokens, product
+from deepsp.compile.sharding.tokens import Size, Tokens, product
 from deepsp.placement.along import reduced
 
 aten = torch.ops.aten
@@ -28,6 +29,18 @@ def of_each_rank(graph, x: fx.Node, dim: int, gradient: str = "replicated") -> f
     return graph.call(
         torch.ops.deepsp.all_gather.default, x, dim, each, gradient, graph.rank, graph.name
     )
+
+
+def mean_of(graph, local: fx.Node, dims: list[int], count: Size) -> fx.Node:
+    """The mean over the tokens of all ranks, ``count`` elements; dimensions are kept."""
+    total = graph.all_reduce(graph.call(aten.sum.dim_IntList, local, dims, True))
+    return graph.call(aten.div.Scalar, total, graph.int_(count))
+
+
+def centered(graph, local: fx.Node, dims: list[int], count: Size) -> tuple[fx.Node, fx.Node]:
+    """The mean, and a rank's elements less it."""
+    mean = mean_of(graph, local, dims, count)
+    return mean, graph.call(aten.sub.Tensor, local, graph.partial_grad(mean))
 
 
 def _finished(call: Call, result: fx.Node, dims: list[int]) -> fx.Node:
@@ -98,10 +111,7 @@ def _extreme(call: Call, local: fx.Node, tokens: Tokens, dims: list[int], most: 
         least, greatest = -torch.inf, torch.inf
         if not dtype.is_floating_point:
             least, greatest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
-        padding = [0] * (2 * (graph.env[local].dim() - tokens.dim))
-        padding[-1] = 1
-        fill = least if most else greatest
-        detached = graph.call(aten.constant_pad_nd.default, detached, padding, fill)
+        detached = padded(graph, detached, tokens.dim, (0, 1), least if most else greatest)
     op = aten.amax.default if most else aten.amin.default
     extremes = graph.call(op, detached, dims, True)
     result = graph.call(op, of_each_rank(graph, extremes, tokens.dim), [tokens.dim], True)
@@ -169,9 +179,7 @@ def variance(call: Call, tokens: Tokens) -> None:
         value = call.node.meta["val"]
         wide = widened((value[0] if several else value).dtype)
         local = graph.call(aten.to.dtype, call.operand(x), wide)
-        mean = graph.all_reduce(graph.call(aten.sum.dim_IntList, local, dims, True))
-        mean = graph.call(aten.div.Scalar, mean, graph.int_(count))
-        rest = graph.call(aten.sub.Tensor, local, graph.partial_grad(mean))
+        mean, rest = centered(graph, local, dims, count)
         size = graph.call(aten.sub.Scalar, _number(graph, count, mean), correction)
         if name.startswith("std"):  # whose gradient at zero is zero
             spread = _norm(graph, rest, 2, dims)

@@ -220,12 +220,9 @@ def written(call: Call) -> Tokens:
     begin = _index(call, call["index"] if one else call["start"] or 0, length)
     count = 1 if one else call.shape(new)[dim]
     sequence, before = call.window(tokens.sequence, begin, size_of(begin + count))
-    if call.tokens(new) is None or one:
-        if call.tokens(new) is not None:
-            call.refuse("it writes tokens into the place of one token")
-        call.want(new, None)
-    else:
-        call.want(new, Tokens(dim, count, sequence))
+    if one and call.tokens(new) is not None:
+        call.refuse("it writes tokens into the place of one token")
+    call.want(new, None if call.tokens(new) is None else Tokens(dim, count, sequence))
     rank = graph.rank
 
     def lower():
@@ -360,8 +357,8 @@ def pad(call: Call) -> Tokens:
     sizes, place = list(call["pad"]), 2 * (len(call.shape(x)) - 1 - tokens.dim)
     ends = sizes[place : place + 2]
     constant = call["mode"] in (None, "constant")
-    known = all(isinstance(n, int) for n in ends)
-    if not known or not any(ends) or not constant or not tokens.plain.alone:
+    constant = constant and all(isinstance(n, int) for n in ends)
+    if not any(ends) or not constant or not tokens.plain.alone:
         return by_rows(call)
     graph, taken = call.graph, lambda: call.operand(x)
     if min(ends) < 0:  # it takes tokens off

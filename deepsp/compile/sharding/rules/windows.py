@@ -9,10 +9,11 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
+from deepsp.compile.sharding.joined import padded
 from deepsp.compile.sharding.redistribute import ranges
 from deepsp.compile.sharding.rules import Call, by_rows, overloads, refused, rule
-from deepsp.compile.sharding.rules.reductions import widened
-from deepsp.compile.sharding.tokens import Sequence, Size, Tokens, product, quotient, same, size_of
+from deepsp.compile.sharding.rules.reductions import centered, mean_of, widened
+from deepsp.compile.sharding.tokens import Size, Tokens, product, quotient, same, size_of
 
 aten = torch.ops.aten
 
@@ -21,15 +22,15 @@ refused("convolution _convolution conv_tbc conv_transpose1d", _BORDERS)
 refused("conv_transpose2d conv_transpose3d", _BORDERS)
 
 
-def _of_tokens(call: Call, name: str, tokens: Tokens, spatial: int):
-    """An argument's entry for the dimension of the tokens, of the last ``spatial`` ones."""
-    value = call[name]
-    if not isinstance(value, (list, tuple)):
-        return value
-    if not value:  # a stride is the window's size
-        return _of_tokens(call, "kernel_size", tokens, spatial)
-    place = tokens.dim - (len(call.shape(call.node.args[0])) - spatial)
-    return value[place % len(value)]
+def _each(value, spatial: int) -> list:
+    """An argument for each of the last dimensions: one number stands for all."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    return values * spatial if len(values) == 1 else values
+
+
+def _without(values: list, place: int) -> list:
+    """The padding that is left to the op: along the tokens, it is done."""
+    return [0 if d == place else n for d, n in enumerate(values)]
 
 
 def windows(
@@ -43,8 +44,8 @@ def windows(
     count: Size | None = None,
 ):
     """Gives each rank some of ``count`` windows: their tokens in the result, and a function that
-    makes the input that they read, with its padding; it returns how many of the windows that an op
-    makes of it aren't the rank's."""
+    makes the input that they read, with its padding. Where a rank has none, the input is padding
+    for one, which :func:`_finish` takes off."""
     x, graph, dim = call.node.args[0], call.graph, tokens.dim
     if not tokens.plain.alone:
         call.refuse("it makes windows of tokens that were merged with another dimension")
@@ -56,8 +57,7 @@ def windows(
     elif stride == 1 and graph.holds(more >= 0):
         sequence = have.extended(0, more).sequence
     elif stride == 1 and graph.holds(have.sequence.lens[-1] + more > 0):
-        *lens, last = have.sequence.lens
-        sequence = Sequence((*lens, size_of(last + more)))
+        sequence = have.sequence.longer(more)
     else:
         sequence = graph.sequence(count)
     graph.note_empty(sequence)
@@ -80,8 +80,7 @@ def windows(
     def lower() -> fx.Node:
         new = ranges(graph, x, have, want)
         if pads[graph.rank] != (0, 0):
-            sizes = [0] * (2 * (len(call.shape(x)) - 1 - dim)) + graph.shape(pads[graph.rank])
-            new = graph.call(aten.constant_pad_nd.default, new, sizes, fill)
+            new = padded(graph, new, dim, pads[graph.rank], fill)
         return new
 
     call.decision = "windows of tokens, with those at the ranks' borders"
@@ -95,12 +94,6 @@ def _finish(call: Call, new: Tokens, out: fx.Node) -> fx.Node:
     return out
 
 
-def _at(values, place: int, many: int, value) -> list:
-    """A list of ``many`` values, but for another one at a place."""
-    values = list(values) if isinstance(values, (list, tuple)) else [values]
-    return [value if d == place else values[d % len(values)] for d in range(many)]
-
-
 @rule(*overloads("conv1d conv2d conv3d"))
 def convolution(call: Call) -> Tokens:
     """[B, C, ...]."""
@@ -110,23 +103,23 @@ def convolution(call: Call) -> Tokens:
     place = tokens.dim - (len(call.shape(x)) - spatial)
     if place < 0:
         return by_rows(call)
-    size = call.shape(weight)[2 + place]
-    stride, dilation = (_of_tokens(call, n, tokens, spatial) for n in ("stride", "dilation"))
+    sizes = call.shape(weight)[2:]
+    strides, spread = (_each(call[name], spatial) for name in ("stride", "dilation"))
     padding = call["padding"]
     if padding == "same":  # behind, there may be one more
-        spread = _at(call["dilation"], -1, spatial, None)
-        padding = [(n - 1) * d for n, d in zip(call.shape(weight)[2:], spread, strict=True)]
+        padding = [(n - 1) * d for n, d in zip(sizes, spread, strict=True)]
         if any(n % 2 for d, n in enumerate(padding) if d != place):
             call.refuse("padding='same' has one more behind than before; pad by F.pad")
         padding = [n // 2 for n in padding]
-    padding = _at(0 if padding == "valid" else padding, -1, spatial, None)
-    if size == stride == 1 and padding[place] == 0:
+    padding = _each(0 if padding == "valid" else padding, spatial)
+    how = [values[place] for values in (sizes, strides, padding, spread)]
+    if how[:3] == [1, 1, 0]:
         return tokens
-    new, taken = windows(call, tokens, size, stride, padding[place], dilation)
+    new, taken = windows(call, tokens, *how)
 
     def lower():
         op = getattr(aten, call.target._opname).default  # the other takes words for the padding
-        others = _at(padding, place, spatial, 0), call["dilation"], call["groups"]
+        others = _without(padding, place), call["dilation"], call["groups"]
         products = graph.mapped((weight, call["bias"]), call.operand)
         out = graph.call(op, taken(), *products, call["stride"], *others)
         return _finish(call, new, out)
@@ -142,18 +135,20 @@ def pool(call: Call) -> Tokens:
     place = tokens.dim - (len(call.shape(call.node.args[0])) - spatial)
     if place < 0:
         return by_rows(call)
-    sizes = {n: _of_tokens(call, n, tokens, spatial) for n in ("kernel_size", "stride", "padding")}
-    if call["ceil_mode"] or (not most and sizes["padding"] and not call["count_include_pad"]):
+    padding = _each(call["padding"], spatial)
+    every = [call["kernel_size"], call["stride"] or call["kernel_size"], padding]
+    every.append(call["dilation"] if most else 1)
+    how = [_each(value, spatial)[place] for value in every]
+    if call["ceil_mode"] or (not most and padding[place] and not call["count_include_pad"]):
         call.refuse(
             "it pools windows that reach beyond the sequence; pass ceil_mode=False and "
             "count_include_pad=True, or pad before"
         )
-    dilation = _of_tokens(call, "dilation", tokens, spatial) if most else 1
-    new, taken = windows(call, tokens, *sizes.values(), dilation, -torch.inf if most else 0.0)
+    new, taken = windows(call, tokens, *how, -torch.inf if most else 0.0)
 
     def lower():
-        padding = _at(call["padding"], place, spatial, 0)
-        return _finish(call, new, call.replaced(self=taken(), padding=padding))
+        left = _without(padding, place)
+        return _finish(call, new, call.replaced(self=taken(), padding=left))
 
     call.lower = lower
     return new
@@ -172,11 +167,7 @@ def adaptive(call: Call) -> Tokens | None:
         dims = list(range(-spatial, 0))
         total = product(call.shape(x)[-spatial:])
 
-        def lower():
-            local = graph.call(aten.sum.dim_IntList, call.operand(x), dims, True)
-            return graph.call(aten.div.Scalar, graph.all_reduce(local), graph.int_(total))
-
-        call.lower = lower
+        call.lower = lambda: mean_of(graph, call.operand(x), dims, total)
         return None
     wide = quotient(call.shape(x)[tokens.dim], count)
     if wide is None:
@@ -208,8 +199,7 @@ def nearest(call: Call) -> Tokens:
     def lower():
         part, local = new.part(call.out, graph.rank)[2:], call.operand(x)
         if none := same(part[tokens.dim - 2], 0):
-            sizes = [0] * (2 * (len(call.out) - 1 - tokens.dim)) + [0, 1]
-            local = graph.call(aten.constant_pad_nd.default, local, sizes, 0)
+            local = padded(graph, local, tokens.dim, (0, 1))
             part[tokens.dim - 2] = times
         out = graph.call(call.target, local, graph.shape(part), None)
         return graph.call(aten.narrow.default, out, tokens.dim, 0, 0) if none else out
@@ -247,10 +237,7 @@ def im2col(call: Call) -> Tokens:
 
     def lower():
         padding = [0, call["padding"][1]]
-        out = call.replaced(self=taken(), padding=padding)
-        if same(new.sequence.lens[call.graph.rank], 0):
-            out = call.graph.call(aten.narrow.default, out, 2, 0, 0)
-        return out
+        return _finish(call, new, call.replaced(self=taken(), padding=padding))
 
     call.lower = lower
     return replace(new, inner=size_of(wide))
@@ -267,15 +254,10 @@ def batch_norm(call: Call) -> Tokens:
     dims = [d for d in range(len(shape)) if d != 1]
     count = product(shape[d] for d in dims)
 
-    def over(y):
-        y = graph.call(aten.sum.dim_IntList, y, dims, True)
-        return graph.call(aten.div.Scalar, graph.all_reduce(y), graph.int_(count))
-
     def lower():
         local = graph.call(aten.to.dtype, call.operand(x), widened(call.node.meta["val"].dtype))
-        mean = over(local)
-        rest = graph.call(aten.sub.Tensor, local, graph.partial_grad(mean))
-        spread = over(graph.call(aten.mul.Tensor, rest, rest))
+        mean, rest = centered(graph, local, dims, count)
+        spread = mean_of(graph, graph.call(aten.mul.Tensor, rest, rest), dims, count)
         for name, now in (("running_mean", mean), ("running_var", spread)):
             if call[name] is not None:
                 now = graph.call(aten.flatten.using_ints, graph.call(aten.detach.default, now))
