@@ -17,7 +17,7 @@ from torch.library import opcheck
 import deepsp
 from deepsp.compile.graphs import target_of
 from deepsp.compile.lowering import inductor_table
-from deepsp.compile.lowering.overlap import keep_overlap
+from deepsp.compile.lowering.overlap import keep_overlap, raise_starts
 
 op = torch.ops.deepsp
 
@@ -353,6 +353,30 @@ def _schedule():
 
 def test_inductors_schedule_keeps_the_overlap():
     on_ranks(2, _schedule, apart="collectives")
+
+
+def test_products_pass_an_exchange_and_sums_stay():
+    """Only what can hide an exchange goes behind its start. A sum stays with what it is made of, so
+    that one kernel computes both."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+
+    def add(target, *args):
+        node = graph.call_function(target, args)
+        node.meta["val"] = torch.zeros(4, 4)
+        return node
+
+    aten = torch.ops.aten
+    cheap = add(aten.relu.default, x)
+    product = add(aten.mm.default, x, x)
+    of_product = add(aten.neg.default, product)
+    total = add(aten.sum.default, cheap)
+    start = add(torch.ops._c10d_functional.all_to_all_single.default, cheap, [4], [4], "0")
+    start.meta["original_aten"] = torch.ops.deepsp.seq_to_heads.default
+    graph.output((of_product, total, start))
+    raise_starts(graph)
+    graph.lint()
+    assert list(graph.nodes)[1:-1] == [cheap, total, start, product, of_product]
 
 
 def test_what_hides_an_exchange():

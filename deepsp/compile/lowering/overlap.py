@@ -116,8 +116,10 @@ def wait_for_launches(graph: fx.Graph) -> None:
 
 
 def raise_starts(graph: fx.Graph) -> None:
-    """Moves each exchange of deepsp's, with its inputs, to right after the collective before it, or
-    after the wait that it needs, unless too much would be in flight there."""
+    """Moves products, and other waits, from before each exchange of deepsp's to behind it, down from
+    the collective before it or the wait that it needs, unless too much would be in flight there.
+    Cheap nodes stay: a gradient's sum and the gradient are one kernel, unless a start is between
+    them."""
     for start in [n for n in graph.nodes if _is_start(n)]:
         nodes = list(graph.nodes)
         place = {node: i for i, node in enumerate(nodes)}
@@ -133,10 +135,15 @@ def raise_starts(graph: fx.Graph) -> None:
         if not barriers:
             continue
         after = barriers[-1]
-        moved = [n for n in nodes[place[after] + 1 : place[start]] if n in needed]
-        passed = [n for n in nodes[place[after] + 1 : place[start]] if n not in needed]
-        if not any(computes(n) or is_wait(n) for n in passed):
+        between = nodes[place[after] + 1 : place[start]]
+        passed: set[fx.Node] = set()
+        for n in between:
+            late = computes(n) or is_wait(n) or not passed.isdisjoint(n.all_input_nodes)
+            if n not in needed and late:
+                passed.add(n)
+        if not passed:
             continue
+        moved = [n for n in between if n not in passed]
         waited = {n for wait in _waits(nodes[: place[after] + 1]) for n in _waited_for(wait)}
         flying = [n for n in nodes[: place[after] + 1] if _is_start(n) and n not in waited]
         if sum(bytes_of(n) for n in [*flying, start]) > MAX_IN_FLIGHT:

@@ -13,7 +13,13 @@ from torch._guards import CompileContext
 from deepsp.compile.sharding import checkpointing
 from deepsp.compile.sharding.boundary import GATHERS, role_of, without_caches
 from deepsp.compile.sharding.nodes import draws_inside, is_differentiated
-from deepsp.compile.sharding.normalize import check_supported, equate_sizes, fake_inputs, normalize
+from deepsp.compile.sharding.normalize import (
+    check_supported,
+    equate_sizes,
+    fake_inputs,
+    normalize,
+    without_cache,
+)
 from deepsp.compile.sharding.report import CannotShard, Report
 from deepsp.compile.sharding.rewrite import Rewriter
 from deepsp.compile.sharding.rules.recurrences import capture_recurrences
@@ -250,24 +256,25 @@ def parallelize(
     pending = getattr(mode.shape_env, "pending_fresh_unbacked_symbols", [])
     before = list(pending)
     equate_sizes(gm, inputs)
-    normal = normalize(gm, inputs, mode)
-    results_out_of_place(normal, mode)
-    views_out_of_place(normal, mode)
-    normal.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
-    while True:
-        walk = Rewriter(normal, inputs, mode, member, gradients, outputs, chunks, query_parts)
-        walk.drop_caches = drop_caches
-        if report is not None:
-            report.decisions.clear()
-            walk.report = report
-        try:
-            with mode:
-                graph = walk.run()
-            break
-        except CannotShard:
-            # A length that became a constant on the way isn't known to be the same as before.
-            if all(same(n, mode.shape_env.replace(sympify(n))) for n in walk.lengths):
-                raise
+    with without_cache(mode):
+        normal = normalize(gm, inputs, mode)
+        results_out_of_place(normal, mode)
+        views_out_of_place(normal, mode)
+        normal.compile_subgraph_reason = getattr(gm, "compile_subgraph_reason", None)
+        while True:
+            walk = Rewriter(normal, inputs, mode, member, gradients, outputs, chunks, query_parts)
+            walk.drop_caches = drop_caches
+            if report is not None:
+                report.decisions.clear()
+                walk.report = report
+            try:
+                with mode:
+                    graph = walk.run()
+                break
+            except CannotShard:
+                # A length that became a constant on the way isn't known to be the same as before.
+                if all(same(n, mode.shape_env.replace(sympify(n))) for n in walk.lengths):
+                    raise
     checkpointing.keep_exchanged(graph)
     if memory_budget is not None and memory_budget < 1:
         differentiated = {n for n, x in walk.env.items() if is_differentiated(x)}
