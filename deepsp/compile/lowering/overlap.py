@@ -116,10 +116,9 @@ def wait_for_launches(graph: fx.Graph) -> None:
 
 
 def raise_starts(graph: fx.Graph) -> None:
-    """Moves products, and other waits, from before each exchange of deepsp's to behind it, down from
+    """Moves products and other waits from before each exchange of deepsp's to behind it, down from
     the collective before it or the wait that it needs, unless too much would be in flight there.
-    Cheap nodes stay: a gradient's sum and the gradient are one kernel, unless a start is between
-    them."""
+    Cheap nodes stay: a gradient and its sum are one kernel, unless a start is between them."""
     for start in [n for n in graph.nodes if _is_start(n)]:
         nodes = list(graph.nodes)
         place = {node: i for i, node in enumerate(nodes)}

@@ -202,6 +202,12 @@ class Call(placement.Op):
     def refuse(self, reason: str):
         raise CannotShard(reason, self.node)
 
+    def unmerged(self, tokens: Tokens) -> Tokens:
+        """The tokens of a dimension that holds nothing else."""
+        if not tokens.plain.alone:
+            self.refuse("it works on tokens of a sequence that was merged with another dimension")
+        return tokens.plain
+
     def want(self, node, tokens: Tokens | None) -> None:
         if isinstance(node, fx.Node):
             self.wants[node] = tokens

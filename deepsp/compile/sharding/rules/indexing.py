@@ -57,16 +57,17 @@ def index(call: Call) -> Tokens | None:
     return _read(call, x, indices[tokens.dim], chosen, behind, read)
 
 
-@along_tokens("gather")
+@along_tokens("gather index_select")
 def gather(call: Call, tokens: Tokens) -> Tokens | None:
     x, position = call.node.args[0], call["index"]
     if not call.is_fixed(x):
         return by_rows(call)
+    behind = 0 if call.target is aten.gather.default else len(call.out) - 1 - tokens.dim
 
     def read(local, position):
-        return call.graph.call(aten.gather.default, local, tokens.dim, position)
+        return call.replaced(self=local, index=position)
 
-    return _read(call, x, position, [position], 0, read)
+    return _read(call, x, position, [position], behind, read)
 
 
 def _read(call: Call, x, position, chosen: list, behind: int, read: Callable) -> Tokens | None:

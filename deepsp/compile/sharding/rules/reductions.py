@@ -312,8 +312,7 @@ def _two(graph, target, *args):
 def cumulative(call: Call, tokens: Tokens) -> Tokens:
     """Adds the sum of the earlier ranks' tokens to each rank's own cumulative sum."""
     x, dim, graph = call.node.args[0], tokens.dim, call.graph
-    if not tokens.plain.alone:
-        call.refuse("it sums tokens of a sequence that was merged with another dimension")
+    call.unmerged(tokens)
     value = graph.values[x]
     if value.full is not None and not (value.of_parameter and value.of_data):
         call.refuse("every rank sums all tokens, which it has")

@@ -93,9 +93,7 @@ def squeeze(call: Call) -> Tokens:
 
 def window(call: Call, x, tokens: Tokens, begin, end):
     """This rank's tokens between ``begin`` and ``end``: where they are, and their nodes."""
-    tokens = tokens.plain
-    if not tokens.alone:
-        call.refuse("it selects tokens of a sequence that was merged with another dimension")
+    tokens = call.unmerged(tokens)
     sequence, before = call.window(tokens.sequence, begin, end)
     new = Tokens(tokens.dim, size_of(end - begin), sequence)
     rank, graph = call.graph.rank, call.graph
@@ -136,8 +134,7 @@ def slice_(call: Call) -> Tokens:
 
 def _every(call: Call, x, tokens: Tokens, begin: Size) -> Tokens:
     """One token of every ``step``."""
-    if not tokens.plain.alone:
-        call.refuse("it selects tokens of a sequence that was merged with another dimension")
+    tokens = call.unmerged(tokens)
     graph, dim, step = call.graph, tokens.dim, call["step"]
     count = call.out[dim]
     sequence = graph.sequence(count)
@@ -151,7 +148,7 @@ def _every(call: Call, x, tokens: Tokens, begin: Size) -> Tokens:
         for r, n in enumerate(sequence.lens)
     ]
     call.lower = lambda: graph.call(
-        aten.slice.Tensor, ranges(graph, x, tokens.plain, want), dim, 0, sys.maxsize, step
+        aten.slice.Tensor, ranges(graph, x, tokens, want), dim, 0, sys.maxsize, step
     )
     call.decision = "tokens moved between ranks"
     return Tokens(dim, count, sequence)
@@ -161,9 +158,9 @@ def _every(call: Call, x, tokens: Tokens, begin: Size) -> Tokens:
 def turned(call: Call, tokens: Tokens) -> Tokens:
     """Tokens go to the ranks that have their new places."""
     x, graph, dim, name = call.node.args[0], call.graph, tokens.dim, call.target._opname
-    if not tokens.plain.alone or not call["dims"]:
-        call.refuse("it moves tokens of a sequence that was merged with another dimension")
-    tokens = tokens.plain
+    tokens = call.unmerged(tokens)
+    if not call["dims"]:
+        call.refuse("it moves the elements of merged dimensions; pass dims")
     length, lens = tokens.length, tokens.sequence.lens
     places = [d % len(call.shape(x)) for d in call["dims"]]
     shift: Size = 0
@@ -214,9 +211,9 @@ def written(call: Call) -> Tokens:
     dim, one = tokens.dim, call.target is aten.select_scatter.default
     if call["step"] not in (None, 1):
         call.refuse("it writes one of several tokens; use torch.where with a mask of the tokens")
-    if not tokens.plain.alone or not call.is_fixed(x):
-        call.refuse("it writes tokens of a sequence that was merged with another dimension")
-    tokens, length = tokens.plain, call.shape(x)[dim]
+    if not call.is_fixed(x):
+        call.refuse("it writes tokens into a replicated tensor")
+    tokens, length = call.unmerged(tokens), call.shape(x)[dim]
     begin = _index(call, call["index"] if one else call["start"] or 0, length)
     count = 1 if one else call.shape(new)[dim]
     sequence, before = call.window(tokens.sequence, begin, size_of(begin + count))

@@ -47,9 +47,7 @@ def windows(
     makes the input that they read, with its padding. Where a rank has none, the input is padding
     for one, which :func:`_finish` takes off."""
     x, graph, dim = call.node.args[0], call.graph, tokens.dim
-    if not tokens.plain.alone:
-        call.refuse("it makes windows of tokens that were merged with another dimension")
-    have, count = tokens.plain, call.out[dim] if count is None else count
+    have, count = call.unmerged(tokens), call.out[dim] if count is None else count
     begin, end, inside = have.sequence.inside or (0, have.length, have.sequence)
     more = size_of(count - have.length)
     if stride == 1 and same(count, end - begin):  # without what was put before it or behind
@@ -229,9 +227,9 @@ def im2col(call: Call) -> Tokens:
     sizes = [call[name][0] for name in ("kernel_size", "stride", "padding", "dilation")]
     sides = []
     for d in range(2):
-        padded = size_of(call.shape(call.node.args[0])[2 + d] + 2 * call["padding"][d])
+        wide = call.shape(call.node.args[0])[2 + d] + 2 * call["padding"][d]
         reach = call["dilation"][d] * (call["kernel_size"][d] - 1) + 1
-        sides.append(size_of(FloorDiv(size_of(padded - reach), call["stride"][d]) + 1))
+        sides.append(size_of(FloorDiv(size_of(wide - reach), call["stride"][d]) + 1))
     high, wide = sides
     new, taken = windows(call, tokens, *sizes, count=high)
 
