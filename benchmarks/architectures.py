@@ -57,7 +57,7 @@ def cell(outcomes: dict[int, tuple[str, str]]) -> str:
 
 def shortened(why: str) -> str:
     why = why.strip().splitlines()[-1].removeprefix("deepsp can't shard ")
-    why = why.replace(" over the sequence:", ":")
+    why = why.replace(" over the sequence:", ":").split("; or let every rank")[0]
     return why if len(why) <= LONGEST else why[:LONGEST].rsplit(" ", 1)[0] + " …"
 
 
