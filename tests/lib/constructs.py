@@ -4,6 +4,7 @@ windows of them; each is one method."""
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from zoo import DIM, LM, VOCAB, Attention
 
 
@@ -335,12 +336,17 @@ FIXED = [
 
 
 class Together(Construct):
-    """Several in one model."""
+    """Several in one model, some in checkpoints."""
 
-    def __init__(self, *cases):
+    def __init__(self, *cases, checkpoints=()):
         super().__init__("")
-        self.cases = cases
+        self.cases, self.checkpoints = cases, checkpoints
 
     def forward(self, ids, labels):
         x = self.aux(self.embed(ids) + self.position(torch.arange(ids.size(1))))
-        return sum(getattr(self, case)(x, ids, labels) for case in self.cases)
+        plain = [getattr(self, case)(x, ids, labels) for case in self.cases]
+        again = [
+            checkpoint(getattr(self, case), x, ids, labels, use_reentrant=False)
+            for case in self.checkpoints
+        ]
+        return sum(plain) + sum(again)

@@ -173,6 +173,24 @@ def sink_waits(graph: fx.Graph) -> None:
             min(node.users).prepend(node)  # nodes compare by their order in the graph
 
 
+def _gathers(wait: fx.Node) -> bool:
+    """Whether the wait launches an exchange of its own: ranks sum parts, and gather the sums."""
+    return _is_call(wait) and target_of(wait)._opname == "all_reduce_wait"
+
+
+def finish_sums(graph: fx.Graph) -> None:
+    """Moves waits that launch an exchange to before the next one that the graph launches: where
+    they are first used, and so where Inductor puts them, differs by rank."""
+    following = dict(itertools.pairwise(n for n in graph.nodes if is_collective(n)))
+    for wait in [n for n in graph.nodes if is_wait(n) and _gathers(n)]:
+        behind = [following[n] for n in _waited_for(wait) if n in following]
+        if behind and min(behind) < wait:
+            min(behind).prepend(wait)
+        for item in list(wait.users):  # others are tied to it
+            if item.target is operator.getitem:
+                wait.append(item)
+
+
 def keep_overlap(graph: fx.Graph) -> None:
     """A post-grad pass, for graphs with deepsp's collectives, or with gathers that a pass of deepsp
     has moved."""
@@ -180,6 +198,7 @@ def keep_overlap(graph: fx.Graph) -> None:
     avoid_gathers(graph)
     raise_starts(graph)
     sink_waits(graph)
+    finish_sums(graph)
     place = {node: i for i, node in enumerate(graph.nodes)}
     nodes = list(place)
     starts = [n for n in nodes if _is_start(n)]
@@ -192,7 +211,7 @@ def keep_overlap(graph: fx.Graph) -> None:
         if between or launched:
             ties = [*between, *map(tensor_of, launched[-1:])]
             after.setdefault(wait, OrderedSet()).update(ties)
-    launches = [n for n in nodes if is_collective(n)]
+    launches = [n for n in nodes if is_collective(n) or (is_wait(n) and _gathers(n))]
     if any(map(_is_ours, launches)):
         # Ranks with uneven shards have different sizes, by which Inductor would sort.
         for first, second in itertools.pairwise(launches):
