@@ -7,6 +7,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from zoo import DIM, LM, VOCAB, Attention
 
+import deepsp
+
 
 class Construct(LM):
     def __init__(self, case):
@@ -271,6 +273,16 @@ class Construct(LM):
         y.add_(p).mul_(2)
         x = x * y
         return self.loss(x * p, labels)
+
+    def chosen_in_full(self, x, ids, labels):
+        """Ops that are refused, after the way out that the refusal names."""
+        z = deepsp.replicated(self.q(x)).mT
+        z = F.pad(z, (1, 0), mode="circular")[..., :-1].mT
+        z = z + z.gather(1, ids[..., None] % 4)
+        scores = deepsp.replicated(x @ x.mT)
+        n = scores.size(1)
+        shifted = F.pad(scores, (1, 0)).view(-1, n + 1, n)[:, 1:].reshape(scores.shape)
+        return self.loss(x + self.p * z + shifted.softmax(-1) @ x, labels)
 
     def written_twice(self, x, ids, labels):
         y = x * 1

@@ -53,6 +53,7 @@ class Value:
     tokens: Tokens | list[Tokens | None] | None = None
     of_parameter: bool = False
     of_data: bool = False  # computed from inputs that prepare_inputs marked
+    chosen: bool = False  # to be computed in full: made of what deepsp.replicated returns
 
 
 class Forms(Nodes):

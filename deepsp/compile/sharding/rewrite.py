@@ -47,6 +47,7 @@ from deepsp.compile.sharding.watch import break_of
 from deepsp.compile.sharding.writes import write
 
 _aten = torch.ops.aten
+_REPLICATED = torch.ops.deepsp.replicated.default
 
 
 class Rewriter(Forms):
@@ -212,7 +213,8 @@ class Rewriter(Forms):
         take = [None if x is None else self.item(x, index) for x in (source.full, source.local)]
         if tokens is None and take[1] is not None and take[0] is None:
             take = [take[1], None]
-        self.values[node] = Value(take[0], take[1], tokens, source.of_parameter, source.of_data)
+        flags = source.of_parameter, source.of_data, source.chosen
+        self.values[node] = Value(take[0], take[1], tokens, *flags)
         if (node.args[0], index) in self.rank_values:
             self.rank_values[node] = self.rank_values[node.args[0], index]
             self.values[node] = Value(None, take[1], None, True, True)
@@ -265,7 +267,7 @@ class Rewriter(Forms):
         except CannotShard as error:
             self.rank_values.pop(node, None)
             # A value of parameters and tokens must not be computed in full on every rank, silently.
-            if only_mine or all(flags.values()):
+            if only_mine or (all(flags.values()) and not any(v.chosen for v in values)):
                 raise error.with_way_out(node) from error.__cause__
             return self._full_value(node, target, values, flags)
         if node in self.rank_values:
@@ -273,7 +275,7 @@ class Rewriter(Forms):
             return Value(None, local, None, **flags)
         if not tokens:
             self.report.note(node, call.decision or "Replicate")
-            return Value(local, of_parameter=True, of_data=True)
+            return Value(local, of_parameter=True, of_data=True, chosen=target is _REPLICATED)
         self._check(node, local, tokens)
         if only_mine or (all(flags.values()) and not _of_pairs(self, node)):
             self.report.note(node, call.decision or places(tokens))
@@ -287,11 +289,11 @@ class Rewriter(Forms):
         full = self.emit_full(node, target)
         if all(flags.values()):
             self.repeated[full] = node
-        tokens = None
-        if (flags["of_data"] or not values) and is_tensor(node.meta["val"]):
+        tokens, chosen = None, target is _REPLICATED or any(v.chosen for v in values)
+        if not chosen and (flags["of_data"] or not values) and is_tensor(node.meta["val"]):
             tokens = _placed(self, node, values)
         if tokens is None:
-            return Value(full, **flags)
+            return Value(full, **flags, chosen=chosen)
         local = self.cut(self.partial_grad(full), self.shape_of(node), tokens)
         return Value(full, local, tokens, **flags)
 
