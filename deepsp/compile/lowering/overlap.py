@@ -36,6 +36,7 @@ from deepsp.compile.graphs import (
     data_of,
     forget,
     is_collective,
+    is_op,
     is_wait,
     moves,
     passes,
@@ -134,22 +135,19 @@ def raise_starts(graph: fx.Graph) -> None:
         if not barriers:
             continue
         after = barriers[-1]
-        between = nodes[place[after] + 1 : place[start]]
-        passed: set[fx.Node] = set()
-        for n in between:
+        passed = OrderedSet[fx.Node]()
+        for n in nodes[place[after] + 1 : place[start]]:
             late = computes(n) or is_wait(n) or not passed.isdisjoint(n.all_input_nodes)
             if n not in needed and late:
                 passed.add(n)
         if not passed:
             continue
-        moved = [n for n in between if n not in passed]
         waited = {n for wait in _waits(nodes[: place[after] + 1]) for n in _waited_for(wait)}
         flying = [n for n in nodes[: place[after] + 1] if _is_start(n) and n not in waited]
         if sum(bytes_of(n) for n in [*flying, start]) > MAX_IN_FLIGHT:
             continue
-        for node in [*moved, start]:
-            after.append(node)
-            after = node
+        for node in reversed(passed):
+            start.append(node)
 
 
 def sink_waits(graph: fx.Graph) -> None:
@@ -173,16 +171,17 @@ def sink_waits(graph: fx.Graph) -> None:
             min(node.users).prepend(node)  # nodes compare by their order in the graph
 
 
-def _gathers(wait: fx.Node) -> bool:
-    """Whether the wait launches an exchange of its own: ranks sum parts, and gather the sums."""
-    return _is_call(wait) and target_of(wait)._opname == "all_reduce_wait"
+def _gathers(node: fx.Node) -> bool:
+    """Whether the node is a wait that launches an exchange of its own: where ranks sum parts, it
+    gathers the sums."""
+    return is_op(node, "all_reduce_wait")
 
 
 def finish_sums(graph: fx.Graph) -> None:
     """Moves waits that launch an exchange to before the next one that the graph launches: where
     they are first used, and so where Inductor puts them, differs by rank."""
     following = dict(itertools.pairwise(n for n in graph.nodes if is_collective(n)))
-    for wait in [n for n in graph.nodes if is_wait(n) and _gathers(n)]:
+    for wait in [n for n in graph.nodes if _gathers(n)]:
         behind = [following[n] for n in _waited_for(wait) if n in following]
         if behind and min(behind) < wait:
             min(behind).prepend(wait)
@@ -211,7 +210,7 @@ def keep_overlap(graph: fx.Graph) -> None:
         if between or launched:
             ties = [*between, *map(tensor_of, launched[-1:])]
             after.setdefault(wait, OrderedSet()).update(ties)
-    launches = [n for n in nodes if is_collective(n) or (is_wait(n) and _gathers(n))]
+    launches = [n for n in nodes if is_collective(n) or _gathers(n)]
     if any(map(_is_ours, launches)):
         # Ranks with uneven shards have different sizes, by which Inductor would sort.
         for first, second in itertools.pairwise(launches):
