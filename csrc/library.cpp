@@ -234,6 +234,25 @@ TORCH_LIBRARY(deepsp, m) {
       "int? kv_chunk=None, int query_parts=1, Tensor[]? dealt=None, str exchange='heads') -> "
       "Tensor",
       uncaptured);
+  // The same, and the log-sum-exp of each query's scores, [B, S_rank, Hq] in the layout's order:
+  // float32, or float64 for float64. It comes with the output, in one exchange.
+  m.def(
+      "distributed_attention_with_lse(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, "
+      "float dropout_p, bool is_causal, float? scale, bool enable_gqa, int chunks, "
+      "SymInt[] seq_lens, int rank, str group_name, *, str layout='bshd', "
+      "bool sharded_randomness=False, Tensor? documents=None, int[] window_size=[], "
+      "float? softcap=None, Tensor? sinks=None, int? kv_chunk=None, int query_parts=1, "
+      "Tensor[]? dealt=None, str exchange='heads') -> (Tensor output, Tensor log_sum_exp)",
+      uncaptured);
+  // What attention to several sets of keys gives, outs [..., D] and log_sums [...], as attention to
+  // all of them. Where a log-sum-exp is -inf, its output has no weight, whatever it is.
+  m.def(
+      "merge_attention(Tensor[] outs, Tensor[] log_sums) -> (Tensor output, Tensor log_sum_exp)",
+      pure);
+  // [B, n, h, D] and [B, n, h] as one tensor [B, n, h, D + 1], of 16-bit numbers D + 4, with the
+  // tokens first in memory; and the way back, fresh. Each is the other's backward.
+  m.def("_join_log_sum(Tensor out, Tensor log_sum) -> Tensor", pure);
+  m.def("_split_log_sum(Tensor joined) -> (Tensor out, Tensor log_sum)", pure);
   // What the query heads of a cell read of k or v: `received` is what each wait so far has given,
   // [B, S, h, D], the first chunk's first. Each head is repeated for its query heads where their
   // numbers differ from head to head; else a view.
@@ -256,8 +275,8 @@ TORCH_LIBRARY(deepsp, m) {
   // is one. window_size: none or (left, right), how many tokens before and after its own a token
   // sees; -1: all. softcap: scores are softcap * tanh(score / softcap). sinks [h]: a score of each
   // head more, whose value is 0. queries: none, or begin and end of each of some ascending ranges
-  // of tokens, those that q has. The log-sum-exp [B, h, S] isn't differentiable; the gradients are
-  // of q, k, v and sinks, where wanted, and have no derivative.
+  // of tokens, those that q has. The log-sum-exp is [B, h, S]; the gradients are of q, k, v and
+  // sinks, where wanted, and have no derivative.
   m.def(
       "_blockwise_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
       "int[] window_size, float? scale, float? softcap, Tensor? sinks, SymInt[] queries=[]) -> "
@@ -266,22 +285,24 @@ TORCH_LIBRARY(deepsp, m) {
   m.def(
       "_blockwise_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? documents, "
       "bool is_causal, int[] window_size, float? scale, float? softcap, Tensor? sinks, "
-      "Tensor output, Tensor log_sum_exp, int[] wanted, SymInt[] queries=[]) -> Tensor[]",
+      "Tensor output, Tensor log_sum_exp, int[] wanted, SymInt[] queries=[], "
+      "Tensor? grad_log_sum_exp=None) -> Tensor[]",
       pure);
   // The same over a sharded sequence, q [B, S_rank, Hq, D], k and v alike; sinks [Hq]. Keys and
   // values are exchanged a part at a time, kv_chunk tokens of the full sequence, in backward once
-  // more: two parts exist at a time. Returns the output, then what backward needs: q, the output
-  // and the log-sum-exp of each of this rank's cells.
+  // more: two parts exist at a time. Returns the output (return_lse: joined with the log-sum-exp),
+  // then what backward needs: q, the output and the log-sum-exp of each of this rank's cells.
   m.def(
       "_streamed_attention(Tensor q, Tensor k, Tensor v, Tensor? documents, bool is_causal, "
       "int[] window_size, float? scale, float? softcap, Tensor? sinks, int kv_chunk, "
-      "SymInt[] seq_lens, int rank, str group_name, *, int query_parts=1) -> Tensor[]",
+      "SymInt[] seq_lens, int rank, str group_name, *, int query_parts=1, bool return_lse=False) "
+      "-> Tensor[]",
       uncaptured);
   m.def(
       "_streamed_attention_backward(Tensor grad, Tensor k, Tensor v, Tensor? documents, "
       "bool is_causal, int[] window_size, float? scale, float? softcap, Tensor? sinks, "
       "int kv_chunk, SymInt[] seq_lens, int rank, str group_name, Tensor[] saved, *, "
-      "int query_parts=1) -> Tensor[]",
+      "int query_parts=1, bool return_lse=False) -> Tensor[]",
       uncaptured);
   // scaled_dot_product_attention of [B, S, h, D], dropping what a seed says. Its gradients, of
   // q, k, v and attn_mask, where wanted, compute it once more; they have no derivative.

@@ -41,6 +41,7 @@ from deepsp.schedule import build, create_schedule, register_shard_method
 from deepsp.sequence.attention.balance import plan_attention
 from deepsp.sequence.attention.distributed import distributed_attention
 from deepsp.sequence.attention.layer import SequenceParallelAttention
+from deepsp.sequence.attention.merging import merge_attention
 from deepsp.sequence.attention.module import DistributedAttention
 from deepsp.sequence.experts.module import DistributedExperts
 from deepsp.sequence.recurrence.module import DistributedRecurrence
@@ -73,6 +74,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_kl",
     "load_full_state_dict",
+    "merge_attention",
     "offload",
     "plan_attention",
     "plan_memory",

@@ -31,8 +31,8 @@ def _leaves(batch, length, heads, kv_heads, dim, dim_v, with_sinks, dtype=torch.
 
 def _compare(found, expected, leaves, grad, atol=1e-12):
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
-    mine = torch.autograd.grad(found, leaves, grad)
-    theirs = torch.autograd.grad(expected, leaves, grad)
+    mine = torch.autograd.grad(found, leaves, grad, retain_graph=True)
+    theirs = torch.autograd.grad(expected, leaves, grad, retain_graph=True)
     torch.testing.assert_close(mine, theirs, rtol=0, atol=atol)
 
 
@@ -54,9 +54,10 @@ def test_equals_all_scores(shape, documents, packed):
         q, k, v, *sinks = leaves = _leaves(*shape, sunk)
         sinks = sinks[0] if sinks else None
         out, log_sum = BLOCKWISE(q, k, v, documents, causal, window, 0.3, cap, sinks)
-        expected = everything(q, k, v, documents, causal, window, cap, sinks, 0.3)
-        _compare(out, expected, leaves, draw(*out.shape, seed=9))
-        assert not log_sum.isnan().any()
+        expected = everything(q, k, v, documents, causal, window, cap, sinks, 0.3, return_lse=True)
+        grads = [draw(*x.shape, seed=9) for x in expected]
+        _compare(out, expected[0], leaves, grads[0])
+        _compare((out, log_sum.transpose(1, 2)), expected, leaves, grads)
 
 
 def test_inputs_stay_as_they_are():
@@ -128,15 +129,21 @@ def test_flash_on_a_gpu(kind):
     call = (q, k, v, documents, causal, window, 0.3, cap, sink)
     on_gpu(BLOCKWISE.default, *call, queries)  # copies the documents' borders
     (out, log_sum), forward = on_gpu(BLOCKWISE.default, *call, queries)
-    expected = everything(*wide[:3], documents, causal, window, cap, *(wide[3:] or [None]), 0.3)
-    expected = expected[:, rows_of_q]
-    grad = draw(*out.shape, seed=9, dtype=torch.float16)
-    found, backward = on_gpu(
-        BACKWARD.default, grad, *call, out, log_sum, [1, 1, 1, int(sunk)], queries
+    whole = everything(
+        *wide[:3], documents, causal, window, cap, *(wide[3:] or [None]), 0.3, return_lse=True
     )
-    theirs = list(torch.autograd.grad(expected, wide, grad.double()))
-    theirs[0] = theirs[0][:, rows_of_q]
-    for mine, other in zip((out, *found), (expected, *theirs), strict=True):
+    expected, sums = (x[:, rows_of_q] for x in whole)
+    grad = draw(*out.shape, seed=9, dtype=torch.float16)
+    of_sums = draw(*sums.shape, seed=8)
+    args = (grad, *call, out, log_sum, [1, 1, 1, int(sunk)], queries)
+    found, backward = on_gpu(BACKWARD.default, *args)
+    both, _ = on_gpu(BACKWARD.default, *args, of_sums.transpose(1, 2).float())
+    assert all(x.transpose(0, 1).is_contiguous() for x in both[:3])
+    theirs = list(torch.autograd.grad(expected, wide, grad.double(), retain_graph=True))
+    of_both = list(torch.autograd.grad((expected, sums), wide, (grad.double(), of_sums)))
+    theirs[0], of_both[0] = theirs[0][:, rows_of_q], of_both[0][:, rows_of_q]
+    every = zip((out, *found, *both), (expected, *theirs, *of_both), strict=True)
+    for mine, other in every:
         assert (mine.double() - other).abs().max() <= 4e-3 * max(1, other.abs().max())
     assert out.transpose(0, 1).is_contiguous()
     assert (cap is None) == ("_flash_attention_forward" in forward)
@@ -246,10 +253,9 @@ def test_opcheck():
             )
 
 
-def test_the_log_sum_has_no_gradient():
+def test_gradients_have_none():
     q, k, v = _leaves(1, 6, 2, 2, 4, 4, False)
-    out, log_sum = BLOCKWISE(q, k, v, None, True, [], None, None, None)
-    assert not log_sum.requires_grad
+    out, _ = BLOCKWISE(q, k, v, None, True, [], None, None, None)
     (first,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="not implemented"):
         first.sum().backward()

@@ -22,7 +22,7 @@ class Attention(nn.Module):
         self.how = how
         if how == "layer":
             self.layer = deepsp.SequenceParallelAttention(DIM, HEADS, KV, rope_theta=100.0)
-        elif how == "module":
+        elif how.startswith("module"):
             self.attend = deepsp.DistributedAttention()
         elif how == "bhsd":
             self.attend = deepsp.DistributedAttention(layout="bhsd")
@@ -40,7 +40,11 @@ class Attention(nn.Module):
             for y in (q, k)
         )
         options = {"is_causal": True, "enable_gqa": True, "seq_lens": seq_lens}
-        if self.how == "function":
+        if self.how.endswith("lse"):
+            attend = self.attend if self.how == "module, lse" else deepsp.distributed_attention
+            trunk = attend(q, k, v, return_lse=True, **options)
+            out, _ = deepsp.merge_attention([trunk, (trunk[0] * 0.5, trunk[1])])
+        elif self.how == "function":
             out = deepsp.distributed_attention(q, k, v, **options)
         elif self.how == "bhsd":
             out = self.attend(*(y.transpose(1, 2) for y in (q, k, v)), **options).transpose(1, 2)
@@ -173,7 +177,8 @@ def _mlp():
 
 
 def _right():
-    yield from (Model(_mlp(), attention=how) for how in ("module", "bhsd", "layer", "function"))
+    kinds = ("module", "bhsd", "layer", "function", "lse", "module, lse")
+    yield from (Model(_mlp(), attention=how) for how in kinds)
     yield Model(Experts())
     yield Model(Recurrence())
     yield Model(nn.Identity(), norm=nn.LayerNorm(DIM))

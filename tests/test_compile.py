@@ -37,6 +37,7 @@ def _opcheck(name):
         "cut": {"query_parts": dist.get_world_size()},
         "halo": {"halo": 1},
         "keys": {"exchange": "keys"},
+        "lse": {"return_lse": True},
     }
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
         overload = getattr(op, "distributed_attention" if name == "chunked" else plain).default
@@ -66,6 +67,9 @@ def _opcheck(name):
      "_kv_of_cell", "_attention_of_cell", "_dropout_seed", "_attention_with_dropout",
      "_attention_with_dropout_backward", "_blockwise_attention", "_blockwise_attention_backward",
      "_streamed_attention", "_streamed_attention_backward", "_check_attention",
+     "distributed_attention_with_lse", "merge_attention", "_join_log_sum", "_split_log_sum",
+     "both:_blockwise_attention_backward", "lse:_streamed_attention",
+     "lse:_streamed_attention_backward",
      "all_reduce", "all_reduce_start",
      "all_reduce_wait", "all_gather", "all_gather_start", "all_gather_wait", "reduce_scatter",
      "reduce_scatter_start", "reduce_scatter_wait", "scatter", "scatter_start", "scatter_wait",

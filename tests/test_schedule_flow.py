@@ -470,6 +470,7 @@ class Attending(nn.Module):
 
     def __init__(self, local):
         super().__init__()
+        self.local = local
         self.qkv = nn.Linear(6, 18, bias=False)
         self.out = nn.Linear(6, 6)
         self.attention = (
@@ -479,8 +480,18 @@ class Attending(nn.Module):
     def forward(self, x):
         q, k, v = (t.unflatten(-1, (3, 2)) for t in self.qkv(x).chunk(3, -1))
         with torch.device("cpu"):  # a mode of the model's own
-            y = _local(q, k, v) if self.attention is None else self.attention(q, k, v)
+            if self.local.startswith("lse"):
+                y = self.with_own_keys(q, k, v)
+            else:
+                y = _local(q, k, v) if self.attention is None else self.attention(q, k, v)
         return self.out(y.flatten(2))
+
+    def with_own_keys(self, q, k, v):
+        """Each token has a key of its own besides."""
+        attend = _with_lse if self.attention is None else self.attention
+        own = (v * 0.5, (q * k).sum(-1))
+        out, _ = deepsp.merge_attention([attend(q, k, v, return_lse=True), own])
+        return out
 
 
 def _local(q, k, v):
@@ -493,7 +504,24 @@ def _of_queries(q, k, v, query_indices):
     return _local(q, k, v)
 
 
-_LOCAL = {"sdpa": None, "local": _local, "queries": _of_queries}
+def _with_lse(q, k, v, return_lse):
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.size(-1) ** -0.5
+    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v)
+    return out, scores.logsumexp(-1).transpose(1, 2)
+
+
+def _of_heads(q, k, v, return_lse):
+    out, lse = _with_lse(q, k, v, return_lse)
+    return out, lse.transpose(1, 2)
+
+
+_LOCAL = {
+    "sdpa": None,
+    "local": _local,
+    "queries": _of_queries,
+    "lse": None,
+    "lse, local": _of_heads,
+}
 
 
 def _attending(local):

@@ -70,7 +70,7 @@ struct Exchanged {
 // outputs are sent. While attention works on a chunk, the others are in flight. `meanwhile` is
 // called when all starts have been made.
 template <class Meanwhile>
-at::Tensor attend(const Exchanged& parts, const Given& given, const Meanwhile& meanwhile) {
+Attention attend(const Exchanged& parts, const Given& given, const Meanwhile& meanwhile) {
   const auto call = [&](const Op& op, std::vector<With> arguments) {
     arguments.insert(arguments.end(), parts.arguments.begin(), parts.arguments.end());
     return op(given, arguments);
@@ -87,6 +87,8 @@ at::Tensor attend(const Exchanged& parts, const Given& given, const Meanwhile& m
   meanwhile();
   std::vector<Tensors> ks(parts.levels.size()), vs(parts.levels.size());
   Tensors returning;
+  c10::SymInt features;  // of an output
+  const bool with_log_sum = parts.levels[0].asked.return_log_sum;
   for (int64_t chunk = 0; chunk < parts.chunks; ++chunk) {
     const Tensors received = call(
         seq_to_heads_wait, {{"buffer", starts[chunk]},
@@ -107,8 +109,10 @@ at::Tensor attend(const Exchanged& parts, const Given& given, const Meanwhile& m
       }
       for (size_t c = 0; c < cells; ++c) {
         const CellOf cell{heads, rank, chunk, static_cast<int64_t>(c)};
-        outputs.push_back(attention_of_cell(
-            received[next + c], kv_of_cell(ks[n], cell), kv_of_cell(vs[n], cell), asked, cell));
+        outputs.push_back(joined(
+            attention_of_cell(
+                received[next + c], kv_of_cell(ks[n], cell), kv_of_cell(vs[n], cell), asked,
+                cell)));
       }
       next += cells + 2;
     }
@@ -116,8 +120,9 @@ at::Tensor attend(const Exchanged& parts, const Given& given, const Meanwhile& m
     if (parts.chunks == 1 && stacks) {
       const Tensors out =
           call(heads_to_seq, {{"inputs", outputs}, {"num_heads", heads_of_q}, tokens_first});
-      return out[0];
+      return parted(out[0], with_log_sum);
     }
+    features = outputs[0].sym_size(3);
     returning.push_back(call(
         heads_to_seq_start,
         {{"inputs", outputs}, {"num_heads", heads_of_q}, {"chunk", chunk}, chunks, tokens_first}));
@@ -125,14 +130,14 @@ at::Tensor attend(const Exchanged& parts, const Given& given, const Meanwhile& m
   const Tensors out = call(
       heads_to_seq_wait, {{"buffers", returning},
                           {"num_heads", heads_of_q},
-                          {"head_dims", SymInts{dims[2]}},
+                          {"head_dims", SymInts{features}},
                           batch,
                           tokens_first});
-  return out[0];
+  return parted(out[0], with_log_sum);
 }
 
 // Attention of a rank that nobody shares tokens with.
-at::Tensor attend_alone(
+Attention attend_alone(
     const Tensors& inputs, int64_t heads, int64_t kv_heads, const Asked& asked) {
   const CellOf cell{head_layout({heads, kv_heads}, 1, 1, 1, kNames), 0, 0, 0};
   return attention_of_cell(
@@ -141,7 +146,7 @@ at::Tensor attend_alone(
 
 // Attention to documents that blocks of ranks share, or that one rank has alone: while it works on
 // the latter, the others are in flight.
-at::Tensor attend_dealt(
+Attention attend_dealt(
     const Tensors& inputs,
     const std::vector<at::Tensor>& dealt,
     const Asked& asked,
@@ -201,8 +206,8 @@ at::Tensor attend_dealt(
   // With one level, which all ranks share, queries are cut as anywhere else; with several, only
   // where a level needs it.
   const bool cut = count == 2 && heads < ranks;
-  at::Tensor out;
-  const at::Tensor back = attend(
+  Attention here;
+  const Attention back = attend(
       {shared,
        {heads, kv_heads, kv_heads},
        levels,
@@ -211,19 +216,20 @@ at::Tensor attend_dealt(
        {{"seq_lens", lens.slice(ranks).vec()},
         {"levels", count - 1},
         {"query_parts", cut ? HeadLayout::kAuto : 1}}},
-      given, [&] { out = attend_alone(alone, heads, kv_heads, of_one.asked); });
-  return at::cat({out, back}, 1);
+      given, [&] { here = attend_alone(alone, heads, kv_heads, of_one.asked); });
+  return {
+      at::cat({here.out, back.out}, 1),
+      asked.return_log_sum ? at::cat({here.log_sum, back.log_sum}, 1) : at::Tensor()};
 }
 
-c10::IValue distributed_attention(const Given& given) {
-  const DimOrder order = order_of(given["layout"]);
+// [B, S_rank, Hq, Dv] and [B, S_rank, Hq].
+Attention attend_sharded(const Given& given, const Asked& asked, const DimOrder& order) {
   Tensors inputs;  // [B, S_rank, H_i, D_i]
   for (const char* name : kNames) {
     const at::Tensor x = given[name];
     check_four(x, name, order.names);
     inputs.push_back(x.permute(order.dims));
   }
-  const Asked asked(given);
   const std::string_view exchange = given["exchange"];
   TORCH_CHECK_VALUE(
       exchange == "heads" || exchange == "keys", "expected exchange to be 'heads' or 'keys', got '",
@@ -234,7 +240,7 @@ c10::IValue distributed_attention(const Given& given) {
   }
   if (const auto dealt = given.optional<std::vector<at::Tensor>>("dealt")) {
     check_heads(inputs[0], inputs[1], inputs[2], given["enable_gqa"]);
-    return attend_dealt(inputs, *dealt, asked, given).permute(order.dims);
+    return attend_dealt(inputs, *dealt, asked, given);
   }
   const SymPlan plan = plan_by_tokens(inputs, given, kNames);
   check_heads(inputs[0], inputs[1], inputs[2], given["enable_gqa"]);
@@ -247,10 +253,9 @@ c10::IValue distributed_attention(const Given& given) {
   // "bhsd" returns what SDPA does: a transposed view of memory with the tokens first, so that the
   // caller joins the heads without a copy.
   const bool tokens_first = static_cast<std::string_view>(given["layout"]) == "sbhd";
-  // In memory as a merge of blocks leaves it. Each order is its own inverse.
-  const auto returned = [&](const at::Tensor& x) {
-    return (tokens_first ? x.transpose(0, 1).contiguous().transpose(0, 1) : x.contiguous())
-        .permute(order.dims);
+  // In memory as a merge of blocks leaves it.
+  const auto returned = [&](const Attention& x) {
+    return Attention{tokens_first ? in_order(x.out) : x.out.contiguous(), x.log_sum};
   };
   const std::optional<int64_t> kv_chunk = given["kv_chunk"];
   if (!kv_chunk.has_value() && plan.heads.ranks() == 1 && !sends_to_itself()) {
@@ -266,23 +271,40 @@ c10::IValue distributed_attention(const Given& given) {
         {{plan.heads, plan.rank, asked}},
         plan.chunks(),
         tokens_first};
-    return attend(parts, given, [] {}).permute(order.dims);
+    return attend(parts, given, [] {});
   }
   check_only_pattern(asked.attn_mask, asked.dropout_p);
   const int64_t chunks = given["chunks"];
   TORCH_CHECK_VALUE(
       chunks == 1, "expected chunks to be 1 with kv_chunk, got ", chunks,
       "; keys and values come in parts of tokens then, not of heads");
-  const Tensors found =
-      streamed_attention(given, {{"q", inputs[0]}, {"k", inputs[1]}, {"v", inputs[2]}});
-  const at::Tensor& out = found[0];
-  return returned(out);
+  const Tensors found = streamed_attention(
+      given, {{"q", inputs[0]},
+              {"k", inputs[1]},
+              {"v", inputs[2]},
+              {"return_lse", asked.return_log_sum}});
+  return returned(parted(found[0], asked.return_log_sum));
+}
+
+c10::IValue distributed_attention(const Given& given) {
+  const DimOrder order = order_of(given["layout"]);  // its own inverse
+  return attend_sharded(given, Asked(given), order).out.permute(order.dims);
+}
+
+c10::IValue distributed_attention_with_lse(const Given& given) {
+  const DimOrder order = order_of(given["layout"]);
+  const Asked asked(given, /*return_log_sum=*/true);
+  check_only_pattern(asked.attn_mask, asked.dropout_p);
+  const auto [out, log_sum] = attend_sharded(given, asked, order);
+  return Tensors{
+      out.permute(order.dims), log_sum.permute(at::IntArrayRef(order.dims, 3)).contiguous()};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {
   implement<distributed_attention>(m, "distributed_attention");
+  implement<distributed_attention_with_lse>(m, "distributed_attention_with_lse");
 }
 
 }  // namespace deepsp

@@ -60,11 +60,6 @@ bool covers(const Piece& piece, Range tokens, const at::Tensor& x) {
   return piece.rows.size() == x.size(0) && tokens.size() == x.size(1);
 }
 
-// [B, S, h, D] with the strides of tokens_first.
-at::Tensor in_order(const at::Tensor& x) {
-  return x.transpose(0, 1).contiguous().transpose(0, 1);
-}
-
 // Calls `visit` with every tile of a piece in which a query sees a key; `start` before those of a
 // range of queries, `end` after them.
 template <class Start, class Visit, class End>
@@ -200,6 +195,10 @@ Attending attending(
 
 at::Tensor tokens_first(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
   return at::empty_symint({sizes[1], sizes[0], sizes[2], sizes[3]}, options).transpose(0, 1);
+}
+
+at::Tensor in_order(const at::Tensor& x) {
+  return x.transpose(0, 1).contiguous().transpose(0, 1);
 }
 
 Tensors empty_attended(

@@ -50,6 +50,8 @@ Attending attending(
 // An empty tensor of shape [B, S, h, D] with strides of [S, B, h, D], the order in which the
 // exchange sends and receives.
 at::Tensor tokens_first(c10::SymIntArrayRef sizes, const at::TensorOptions& options);
+// x [B, S, h, D] with such strides.
+at::Tensor in_order(const at::Tensor& x);
 // For q of that many tokens and heads, empty tensors like those that Attended::finish returns.
 Tensors empty_attended(
     const at::Tensor& q,

@@ -2,9 +2,11 @@
 
 #include "../common/checks.h"
 #include "blocks.h"
+#include "log_sum.h"
 #include "ops.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
 
 namespace deepsp {
 namespace {
@@ -57,6 +59,11 @@ c10::IValue blockwise_attention_backward(const Given& given) {
   TORCH_CHECK_VALUE(
       log_sum_exp.sym_sizes() == c10::SymIntArrayRef(sums), "expected log_sum_exp to have shape ",
       c10::SymIntArrayRef(sums), ", got ", log_sum_exp.sym_sizes());
+  const auto grad_log_sum = given.optional<at::Tensor>("grad_log_sum_exp");
+  TORCH_CHECK_VALUE(
+      !grad_log_sum.has_value() || grad_log_sum->sym_sizes() == c10::SymIntArrayRef(sums),
+      "expected grad_log_sum_exp to have shape ", c10::SymIntArrayRef(sums), ", got ",
+      grad_log_sum->sym_sizes());
   check_wanted(wanted, 4, "q, k, v and sinks");
   TORCH_CHECK_VALUE(
       !wanted[3] || how.sinks.has_value(), "wanted asks for the gradient of sinks, which are None");
@@ -67,10 +74,14 @@ c10::IValue blockwise_attention_backward(const Given& given) {
     }
     found.push_back(wanted[3] ? at::empty_symint(how.sinks->sym_sizes(), how.sinks->options()) : q);
   } else {
+    const LogSumGradient of(output, grad_log_sum);
     const Attending attending = call.attending();
-    AttendedGradients gradients(grad, q, output, log_sum_exp, attending, /*at_once=*/true);
-    const auto [dk, dv] = gradients.add(k, v, {0, k.size(1)});
-    found = {gradients.of_q(), dk, dv, wanted[3] ? gradients.of_sinks(*how.sinks) : q};
+    AttendedGradients gradients(
+        of.grad(grad), of.widened(q), of.output(output), log_sum_exp, attending, /*at_once=*/true);
+    const auto [dk, dv] = gradients.add(of.widened(k), of.widened(v), {0, k.size(1)});
+    found = {
+        of.narrowed(gradients.of_q()), of.narrowed(dk), of.narrowed(dv),
+        wanted[3] ? gradients.of_sinks(*how.sinks) : q};
   }
   Tensors asked;
   for (size_t i = 0; i < wanted.size(); ++i) {
@@ -87,18 +98,21 @@ const BackwardOp kBackward{
     /*results=*/{"output", "log_sum_exp"},
     /*saved=*/{"q", "k", "v", "documents", "sinks", "output", "log_sum_exp"},
     /*gradients=*/{"q", "k", "v", "sinks"}};
+constexpr size_t kOutput = 5;  // among those saved
 
 void save(Call& call) {
   save_for(kBackward, call);
   call.leave_undefined();
-  call.only_first_is_differentiable();
 }
 
 Tensors gradients_of(const Call& call, const Tensors& gradients) {
-  if (!gradients[0].defined()) {
+  if (!gradients[0].defined() && !gradients[1].defined()) {
     return {};
   }
-  return call_backward(kBackward, call, {{"grad", gradients[0]}});
+  const at::Tensor grad =
+      gradients[0].defined() ? gradients[0] : at::zeros_like(call.kept_tensors()[kOutput]);
+  const c10::IValue of_log_sum = gradients[1].defined() ? gradients[1] : c10::IValue();
+  return call_backward(kBackward, call, {{"grad", grad}, {"grad_log_sum_exp", of_log_sum}});
 }
 
 }  // namespace

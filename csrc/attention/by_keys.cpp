@@ -121,7 +121,7 @@ void check_by_keys(const Asked& asked, const Given& given) {
   check(given["dealt"].value().isNone(), "deal", "one");
 }
 
-at::Tensor attend_by_keys(
+Attention attend_by_keys(
     const Tensors& inputs, const SymPlan& plan, const Asked& asked, const Given& given) {
   const at::Tensor &q = inputs[0], &k = inputs[1], &v = inputs[2];
   const KeyPlan keys(plan, asked);
@@ -148,7 +148,7 @@ at::Tensor attend_by_keys(
     documents = within(*asked.documents, plan.total(), seen);
   }
   return attention_by_blocks(
-      q, heads(k, 0, of_k), heads(v, of_k, of_v), BlockArguments(asked, documents), asked.sinks,
+      q, heads(k, 0, of_k), heads(v, of_k, of_v), Asked(asked, documents), asked.sinks,
       {own.begin - seen.begin, own.end - seen.begin});
 }
 

@@ -10,7 +10,7 @@ namespace deepsp {
 void check_by_keys(const Asked& asked, const Given& given);
 
 // inputs: q, k and v [B, S_rank, H_i, D_i]. Returns [B, S_rank, H, Dv].
-at::Tensor attend_by_keys(
+Attention attend_by_keys(
     const Tensors& inputs, const SymPlan& plan, const Asked& asked, const Given& given);
 
 }  // namespace deepsp

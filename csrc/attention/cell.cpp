@@ -15,19 +15,21 @@ namespace deepsp {
 void check_only_pattern(const OptionalTensor& attn_mask, double dropout_p) {
   TORCH_CHECK_VALUE(
       !attn_mask.has_value(),
-      "expected no attn_mask with documents, window_size, softcap, sinks or kv_chunk, got one; put "
-      "all into attn_mask, or leave it out");
+      "expected no attn_mask with documents, window_size, softcap, sinks, kv_chunk or return_lse, "
+      "got one; put all into attn_mask, or leave it out");
   TORCH_CHECK_VALUE(
       dropout_p == 0,
-      "expected dropout_p to be 0 with documents, window_size, softcap, sinks or kv_chunk, got ",
+      "expected dropout_p to be 0 with documents, window_size, softcap, sinks, kv_chunk or "
+      "return_lse, got ",
       dropout_p);
 }
 
-Asked::Asked(const Given& given)
+Asked::Asked(const Given& given, bool return_log_sum)
     : BlockArguments(given),
       attn_mask(given.optional<at::Tensor>("attn_mask")),
       dropout_p(given["dropout_p"]),
-      sharded_randomness(given["sharded_randomness"]) {
+      sharded_randomness(given["sharded_randomness"]),
+      return_log_sum(return_log_sum) {
 }
 
 void check_asked(
@@ -135,7 +137,7 @@ c10::IValue attention_of_cell_op(const Given& given) {
   check_asked(
       asked.attn_mask, asked.dropout_p, asked.is_causal, asked.pattern(), q.scalar_type(),
       q.sym_size(0), num_heads, k.sym_size(1));
-  return attention_of_cell(q, k, v, asked, cell);
+  return attention_of_cell(q, k, v, asked, cell).out;
 }
 
 c10::IValue check_attention_op(const Given& given) {
@@ -177,11 +179,11 @@ at::Tensor kv_of_cell(at::TensorList received, const CellOf& of) {
   return for_readers(pieces, readers);
 }
 
-at::Tensor attention_by_blocks(
+Attention attention_by_blocks(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const BlockArguments& how,
+    const Asked& how,
     const OptionalTensor& sinks,
     const SymInts& queries) {
   const Tensors results = blockwise_attention({
@@ -196,10 +198,10 @@ at::Tensor attention_by_blocks(
       {"sinks", sinks},
       {"queries", queries},
   });
-  return results[0];
+  return {results[0], how.return_log_sum ? results[1].transpose(1, 2) : at::Tensor()};
 }
 
-at::Tensor attention_of_cell(
+Attention attention_of_cell(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
@@ -209,7 +211,8 @@ at::Tensor attention_of_cell(
   const SymInts queries = of.queries(k.sym_size(1));
   const bool cut = !queries.empty();
   const Pattern pattern = asked.pattern();
-  if (pattern.given() || (cut && asked.is_causal && asked.dropout_p == 0)) {
+  const bool by_blocks = pattern.given() || asked.return_log_sum;
+  if (by_blocks || (cut && asked.is_causal && asked.dropout_p == 0)) {
     return attention_by_blocks(q, k, v, asked, sinks_of(asked.sinks, cell.heads), queries);
   }
   OptionalTensor mask;
@@ -221,7 +224,7 @@ at::Tensor attention_of_cell(
   const bool is_causal = asked.is_causal && !cut;
   if (asked.sharded_randomness && asked.dropout_p > 0 && of.heads.ranks() > 1) {
     const Tensors seed = dropout_seed({{"like", q}, {"rank", of.rank}, {"draws", of.draws()}});
-    return attention_with_dropout({
+    const at::Tensor out = attention_with_dropout({
         {"q", q},
         {"k", k},
         {"v", v},
@@ -231,6 +234,7 @@ at::Tensor attention_of_cell(
         {"scale", asked.scale},
         {"seed", seed[0]},
     });
+    return {out, {}};
   }
   const at::Tensor out =
       at::scaled_dot_product_attention(
@@ -239,8 +243,8 @@ at::Tensor attention_of_cell(
           .transpose(1, 2);
   // Where there is no query, it doesn't depend on the mask; but a rank whose output needs no
   // gradient would leave the others alone in backward.
-  return cut && mask.has_value() && mask->requires_grad() ? out.add(mask->narrow(-1, 0, 0).sum())
-                                                          : out;
+  const bool joins = cut && mask.has_value() && mask->requires_grad();
+  return {joins ? out.add(mask->narrow(-1, 0, 0).sum()) : out, {}};
 }
 
 TORCH_LIBRARY_IMPL(deepsp, CompositeImplicitAutograd, m) {

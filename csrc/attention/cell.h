@@ -3,6 +3,7 @@
 
 #include "../exchange/checks.h"
 #include "blocks.h"
+#include "log_sum.h"
 #include "readers.h"
 
 namespace deepsp {
@@ -12,14 +13,16 @@ struct Asked : BlockArguments {
   const OptionalTensor attn_mask;
   const double dropout_p;
   const bool sharded_randomness;
+  const bool return_log_sum;
 
-  explicit Asked(const Given& given);
+  explicit Asked(const Given& given, bool return_log_sum = false);
   // Among other documents.
   Asked(const Asked& asked, OptionalTensor among)
       : BlockArguments(asked, std::move(among)),
         attn_mask(asked.attn_mask),
         dropout_p(asked.dropout_p),
-        sharded_randomness(asked.sharded_randomness) {}
+        sharded_randomness(asked.sharded_randomness),
+        return_log_sum(asked.return_log_sum) {}
 };
 
 // Checks the arguments for all tokens and heads.
@@ -70,16 +73,16 @@ at::Tensor kv_of_cell(at::TensorList received, const CellOf& of);
 
 // q [B, n, h, D] of `queries`, begin and end of each range of k's tokens (none: all); k and v [B,
 // S, h_kv, D]. sinks: those of q's heads.
-at::Tensor attention_by_blocks(
+Attention attention_by_blocks(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,
-    const BlockArguments& how,
+    const Asked& how,
     const OptionalTensor& sinks,
     const SymInts& queries);
 
 // q [B, n, h, D], k and v [B, S, h_kv, D] as kv_of_cell gives them.
-at::Tensor attention_of_cell(
+Attention attention_of_cell(
     const at::Tensor& q,
     const at::Tensor& k,
     const at::Tensor& v,

@@ -9,6 +9,7 @@
 #include "../exchange/ops.h"
 #include "blocks.h"
 #include "cell.h"
+#include "log_sum.h"
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -58,6 +59,7 @@ struct StreamedCall {
   const at::Tensor k, v;
   const BlockArguments how;
   const int64_t kv_chunk, rank;
+  const bool return_lse;
   const SymPlan plan;
   const std::vector<Cell> cells = plan.heads.cells(rank);
 
@@ -69,10 +71,15 @@ struct StreamedCall {
         how(given),
         kv_chunk(given["kv_chunk"]),
         rank(given["rank"]),
+        return_lse(given["return_lse"]),
         plan(plan_by_tokens({q, k, v}, given, kNames)) {}
 
   CellOf cell_of(size_t n) const { return {plan.heads, rank, 0, static_cast<int64_t>(n)}; }
   int64_t heads() const { return plan.heads.num_heads(0); }
+  // Those of an output that is sent.
+  c10::SymInt features(const c10::SymInt& head_dim) const {
+    return return_lse ? head_dim + features_of_log_sum(k.scalar_type()) : head_dim;
+  }
   // The number of a cell's queries.
   c10::SymInt queries(size_t n) const { return plan.sections(rank, 0)[n].rows(); }
   // How the queries of each cell attend.
@@ -241,7 +248,7 @@ void each_range(const TokenPart& part, const Visit& visit) {
 c10::IValue streamed_attention_kernel(const Given& given) {
   const at::Tensor q = given["q"];
   const StreamedCall call(given, q);
-  const auto& [_, k, v, how, kv_chunk, rank, plan, cells] = call;
+  const auto& [_, k, v, how, kv_chunk, rank, return_lse, plan, cells] = call;
   TORCH_CHECK_VALUE(
       k.sym_size(2) == v.sym_size(2) && q.sym_size(3) == k.sym_size(3) && q.is_floating_point(),
       "expected floating-point q and k of one head_dim, and k and v of as many heads, got shapes ",
@@ -250,7 +257,8 @@ c10::IValue streamed_attention_kernel(const Given& given) {
   check_at_least(kv_chunk, 1, "kv_chunk");
   Tensors results;
   if (q.is_meta()) {
-    const c10::SymInt out[] = {q.sym_size(0), q.sym_size(1), q.sym_size(2), v.sym_size(3)};
+    const c10::SymInt out[] = {
+        q.sym_size(0), q.sym_size(1), q.sym_size(2), call.features(v.sym_size(3))};
     results.push_back(at::empty_symint(out, q.options()));
     const Tensors of_cells = call.to_heads(q);
     for (size_t n = 0; n < cells.size(); ++n) {
@@ -281,7 +289,8 @@ c10::IValue streamed_attention_kernel(const Given& given) {
   Tensors outputs;
   for (size_t n = 0; n < cells.size(); ++n) {
     const Tensors found = attended[n].finish(call.sinks(n));
-    outputs.push_back(found[0]);
+    outputs.push_back(
+        joined({found[0], return_lse ? found[1].transpose(1, 2) : at::Tensor()}));
     results.insert(results.end(), {qs[n], found[0], found[1]});
   }
   results.insert(results.begin(), call.to_seq(outputs));
@@ -292,9 +301,10 @@ c10::IValue streamed_attention_backward_kernel(const Given& given) {
   const at::Tensor grad = given["grad"];
   const at::TensorList saved = given["saved"];
   const StreamedCall call(given, grad);
-  const auto& [_, k, v, how, kv_chunk, rank, plan, cells] = call;
+  const auto& [_, k, v, how, kv_chunk, rank, return_lse, plan, cells] = call;
+  const c10::SymInt features = call.features(v.sym_size(3));
   TORCH_CHECK_VALUE(
-      grad.sym_size(3) == v.sym_size(3), "expected grad to have the head_dim of v (", v.sym_size(3),
+      grad.sym_size(3) == features, "expected grad to have the features of the output (", features,
       "), got ", grad.sym_size(3));
   TORCH_CHECK_VALUE(
       saved.size() == kSaved * cells.size(), "expected saved to have ", kSaved * cells.size(),
@@ -313,9 +323,14 @@ c10::IValue streamed_attention_backward_kernel(const Given& given) {
   const Tensors grads = call.to_heads(grad);
   const std::vector<Attending> attending = call.attending();
   std::vector<AttendedGradients> gradients;
+  std::vector<LogSumGradient> log_sums;
   for (size_t n = 0; n < cells.size(); ++n) {
+    const at::Tensor &q = saved[kSaved * n], &output = saved[kSaved * n + 1];
+    const auto [of_output, of_log_sum] = parted(grads[n], return_lse);
+    const LogSumGradient& of = log_sums.emplace_back(
+        output, return_lse ? OptionalTensor(of_log_sum.transpose(1, 2)) : std::nullopt);
     gradients.emplace_back(
-        grads[n], saved[kSaved * n], saved[kSaved * n + 1], saved[kSaved * n + 2], attending[n],
+        of.grad(of_output), of.widened(q), of.output(output), saved[kSaved * n + 2], attending[n],
         /*at_once=*/false);
   }
   const KvStream stream(call);
@@ -334,10 +349,12 @@ c10::IValue streamed_attention_backward_kernel(const Given& given) {
     for (size_t n = 0; n < cells.size(); ++n) {
       const at::Tensor k_read = stream.for_cell(k, n), v_read = stream.for_cell(v, n);
       each_range(part, [&](Range range, int64_t at) {
+        const LogSumGradient& of = log_sums[n];
         const auto [dk, dv] = gradients[n].add(
-            k_read.narrow(1, at, range.size()), v_read.narrow(1, at, range.size()), range);
-        stream.add_of_cell(of_k.narrow(1, at, range.size()), dk, n);
-        stream.add_of_cell(of_v.narrow(1, at, range.size()), dv, n);
+            of.widened(k_read.narrow(1, at, range.size())),
+            of.widened(v_read.narrow(1, at, range.size())), range);
+        stream.add_of_cell(of_k.narrow(1, at, range.size()), of.narrowed(dk), n);
+        stream.add_of_cell(of_v.narrow(1, at, range.size()), of.narrowed(dv), n);
       });
     }
     finish_sent();
@@ -346,8 +363,8 @@ c10::IValue streamed_attention_backward_kernel(const Given& given) {
   });
   finish_sent();
   Tensors of_q;
-  for (AttendedGradients& of_cell : gradients) {
-    of_q.push_back(of_cell.of_q());
+  for (size_t n = 0; n < cells.size(); ++n) {
+    of_q.push_back(log_sums[n].narrowed(gradients[n].of_q()));
   }
   Tensors found{call.to_seq(of_q), dk, dv};
   if (how.sinks.has_value()) {

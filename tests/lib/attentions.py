@@ -25,13 +25,15 @@ def compare_attention(whole, lens, ours, reference, extra=(), **tolerance):
     full = [x.clone().requires_grad_() for x in whole]
     mine = [x.split(lens, 1)[rank].clone().requires_grad_() for x in whole]
     theirs, extra = list(extra), [x.detach().clone().requires_grad_() for x in extra]
-    expected = reference(*full, *theirs)
-    out = ours(*mine, *extra)
-    grad = draw(*expected.shape, seed=99).to(expected.dtype)
-    g_expected = torch.autograd.grad(expected, full + theirs, grad)
-    g_out = torch.autograd.grad(out, mine + extra, grad.split(lens, 1)[rank])
+    expected, out = reference(*full, *theirs), ours(*mine, *extra)
+    if isinstance(expected, torch.Tensor):  # else with log-sum-exp
+        expected, out = (expected,), (out,)
+    grads = [draw(*x.shape, seed=99 + n).to(x.dtype) for n, x in enumerate(expected)]
+    g_expected = torch.autograd.grad(expected, full + theirs, grads)
+    g_out = torch.autograd.grad(out, mine + extra, [g.split(lens, 1)[rank] for g in grads])
     tolerance = tolerance or TIGHT
-    torch.testing.assert_close(out, expected.split(lens, 1)[rank], **tolerance)
+    for x, y in zip(out, expected, strict=True):
+        torch.testing.assert_close(x, y.split(lens, 1)[rank], **tolerance)
     for n, (a, b) in enumerate(zip(g_out, g_expected, strict=True)):
         if n < len(whole):
             b = b.split(lens, 1)[rank]

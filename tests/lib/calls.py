@@ -46,6 +46,11 @@ def arguments(kind):
         blocks = op._blockwise_attention(*attended, documents, True, [2, 0], None, None, None)
         streamed = [y.detach() for y in op._streamed_attention(
             q, k, k, documents, True, [], None, 2.0, leaf(8), 3, lens, rank, group)]  # fmt: skip
+        with_lse = [y.detach() for y in op._streamed_attention(
+            q, k, k, documents, True, [], None, 2.0, leaf(8), 3, lens, rank, group,
+            return_lse=True)]  # fmt: skip
+        sums = leaf(*held[0].shape[:3])
+        joined = op._join_log_sum(held[0], sums)
         parts = {"query_parts": size}
         cut = landed(op.seq_to_heads_start([q, k], lens, 2, False, rank, group, **parts))
         cells = [
@@ -135,6 +140,24 @@ def arguments(kind):
             "_streamed_attention_backward": (
                 *(torch.ones_like(streamed[0]), k.detach(), k.detach(), documents, True, [], None),
                 *(2.0, leaf(8).detach(), 3, lens, rank, group, streamed[1:]),
+            ),
+            "distributed_attention_with_lse": (
+                *(q, k, k, None, 0.0, True, None, True, 1, lens, rank, group),
+            ),
+            "merge_attention": ([held[0], leaf(*held[0].shape)], [sums, leaf(*sums.shape)]),
+            "_join_log_sum": (held[0], sums),
+            "_split_log_sum": (leaf(*joined.shape),),
+            "both:_blockwise_attention_backward": (
+                *(torch.ones_like(blocks[0]), *(y.detach() for y in attended), documents, True),
+                *([2, 0], None, None, None, *(y.detach() for y in blocks), [1, 1, 1, 0], []),
+                *(torch.ones_like(blocks[1]),),
+            ),
+            "lse:_streamed_attention": (
+                *(q, k, k, documents, True, [], None, 2.0, leaf(8), 3, lens, rank, group),
+            ),
+            "lse:_streamed_attention_backward": (
+                *(with_lse[0], k.detach(), k.detach(), documents, True, [], None),
+                *(2.0, leaf(8).detach(), 3, lens, rank, group, with_lse[1:]),
             ),
             "_check_attention": (*(torch.ones(8, 8).bool(), 0.0, False, torch.float32, 2, 8, 8),),
             "all_reduce": (leaf(3, 4), "replicated", rank, size, group),

@@ -23,9 +23,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, **kwargs) -> Tensor:
 
 
 def everything(
-    q, k, v, documents=None, is_causal=False, window=None, softcap=None, sinks=None, scale=None
-):
-    """Attention by its definition: all scores, and a mask of all pairs of tokens."""
+    q, k, v, documents=None, is_causal=False, window=None, softcap=None, sinks=None, scale=None,
+    return_lse=False,
+):  # fmt: skip
+    """Attention by its definition: all scores, and a mask of all pairs of tokens. ``return_lse``:
+    with their log-sum-exp [B, S, H]."""
     batch, length, heads, dim = q.shape
     k, v = (x.repeat_interleave(heads // k.size(2), 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * (scale or 1 / math.sqrt(dim))
@@ -51,8 +53,13 @@ def everything(
         more = sinks.view(1, heads, 1, 1).expand(batch, heads, length, 1)
         scores = torch.cat([scores, more], -1)
     nothing = scores.isneginf().all(-1, keepdim=True)
-    weights = scores.masked_fill(nothing, 0).softmax(-1).masked_fill(nothing, 0)
-    return torch.einsum("bhij,bjhd->bihd", weights[..., :length], v)
+    scores = scores.masked_fill(nothing, 0)
+    weights = scores.softmax(-1).masked_fill(nothing, 0)
+    out = torch.einsum("bhij,bjhd->bihd", weights[..., :length], v)
+    if not return_lse:
+        return out
+    lse = scores.logsumexp(-1).masked_fill(nothing.squeeze(-1), -math.inf)
+    return out, lse.transpose(1, 2)
 
 
 def heads_of(rank: int, size: int, num_heads: int, num_kv_heads: int) -> tuple[list, list]:

@@ -12,7 +12,11 @@ from deepsp.schedule.placement import REPLICATE, misfit
 
 _TOKENS, _HEADS = 1, 2  # dimensions of [B, S, H, D]
 
-_TO_TOKENS = ("deepsp.distributed_attention", "deepsp.DistributedAttention")
+_TO_TOKENS = (
+    "deepsp.distributed_attention",
+    "deepsp.distributed_attention_with_lse",
+    "deepsp.DistributedAttention",
+)
 _ATTENTION = (*_TO_TOKENS, "deepsp._attention_of_cell")  # take q, k and v
 
 
@@ -120,6 +124,18 @@ def _collective(op: str):
     return rule
 
 
+def _merge(call: TracedCall):
+    """Outputs and log-sum-exps of the same tokens."""
+    first, *others = (call.value(x) for x in tensors_in(call.values))
+    for value in others:
+        if value.replicated != first.replicated or value.place.axis != first.place.axis:
+            call.fail(
+                f"expected all parts to be {first.place}, as {first.name} is, got {value.place} of "
+                f"{value.name}; compute all of them from this rank's tokens"
+            )
+    return first.place
+
+
 def _scale_gradient(call: TracedCall):
     value = call.value(call.values[0])
     if value.carries and call["scale"] != 1.0:
@@ -140,6 +156,7 @@ RULES = {
     "deepsp._kv_of_cell": _exchange(_HEADS, _HEADS),
     "deepsp._attention_of_cell": _exchange(_HEADS, _HEADS),
     **dict.fromkeys(_TO_TOKENS, _exchange(_TOKENS, _TOKENS)),
+    "deepsp.merge_attention": _merge,
     "deepsp.project_to_heads": _exchange(_TOKENS, _HEADS),
     "deepsp._project_to_heads_start": _exchange(_TOKENS, None),
     "deepsp.heads_to_output": _exchange(_HEADS, _TOKENS),

@@ -37,7 +37,8 @@ def distributed_attention(
     query_parts: int | str = "auto",
     deal: Deal | None = None,
     exchange: str = "heads",
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """``scaled_dot_product_attention`` over a sequence that is sharded over a group.
 
     The sharding is that of DeepSpeed-Ulysses (Jacobs et al., 2023, arXiv:2309.14509). If another
@@ -103,15 +104,20 @@ def distributed_attention(
             receives the most gets fewer bytes by them, and the busiest one has no more than 1.1
             times the work, documents aside; else, and with what "keys" doesn't take, "heads".
             :func:`plan_attention` shows the choice.
+        return_lse: returns the log-sum-exp of each query's scores, too. It comes in the exchange of
+            the output, and has gradients. What attends to other keys besides is merged by it
+            (:func:`merge_attention`).
 
     Returns:
         [B, S_r, Hq, Dv], contiguous; in the layout "bhsd" a transposed view of that, as
-        ``scaled_dot_product_attention`` returns it.
+        ``scaled_dot_product_attention`` returns it. With ``return_lse``, a pair of it and the
+        log-sum-exp [B, S_r, Hq], in the order of ``layout`` ([B, Hq, S_r] in "bhsd"): float32, or
+        float64 for float64; sinks are counted, and where a token sees nothing it is -inf.
 
     Raises:
         ValueError: arguments that don't fit each other or the group: ``documents``,
-            ``window_size``, ``softcap``, ``sinks``, ``kv_chunk`` and ``deal`` don't combine with
-            ``attn_mask`` or dropout, nor ``kv_chunk`` and ``deal`` with several chunks.
+            ``window_size``, ``softcap``, ``sinks``, ``kv_chunk``, ``deal`` and ``return_lse`` don't
+            combine with ``attn_mask`` or dropout, nor ``kv_chunk`` and ``deal`` with several chunks.
     """
     parts.check_layout(layout)
     member = member_of(group)
@@ -132,6 +138,7 @@ def distributed_attention(
         kv_chunk=kv_chunk,
         deal=deal,
         exchange=exchange,
+        return_lse=return_lse,
     )
 
 
@@ -171,8 +178,9 @@ def attend_over(
     window_size=None,
     deal=None,
     exchange="heads",
+    return_lse=False,
     **options,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     (rank, _, name), lens = call.member, call.lens
     if exchange == "auto":
         may_be_keys = attn_mask is None and dropout_p == 0 and chunks == 1 and deal is None
@@ -195,8 +203,10 @@ def attend_over(
         if documents is not None:
             documents = ranges_of(documents, call.batch, sum(lens))
     draws = function.randomness_of(call.member, call.device) if dropout_p > 0 else nullcontext()
+    ops = torch.ops.deepsp
+    attend = ops.distributed_attention_with_lse if return_lse else ops.distributed_attention
     with draws:
-        return torch.ops.deepsp.distributed_attention(
+        return attend(
             *call.qkv,
             attn_mask,
             dropout_p,

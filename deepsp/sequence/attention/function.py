@@ -240,13 +240,15 @@ def attend(
     watch: Watch,
     layout: str = "bshd",
     head_dim: int | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Calls the local attention for some heads; q, k, v and the result are [B, S, h, D].
-    ``head_dim``: the result's D; None: any.
+    ``head_dim``: the result's D; None: any. ``return_lse``: returns its log-sum-exp, too, [B, S,
+    h].
 
     Raises:
         ValueError: the result isn't a tensor (or a tuple that begins with one), or has the wrong
-            shape.
+            shape; there is no log-sum-exp.
     """
     shape, order = qkv[0].shape, parts.ORDERS[layout]
     seen = [shape[d] for d in order]
@@ -254,6 +256,7 @@ def attend(
         qkv = tuple(x.permute(order) for x in qkv)
     with watch.over(seen, [shape[d] for d in parts.ORDERS["bhsd"]], layout):
         out = function(*qkv, *args, **kwargs)
+    lse = _lse_of(out, shape) if return_lse else None
     if isinstance(out, (tuple, list)) and out:
         out = out[0]  # flash attention also returns log-sum-exp
     if not isinstance(out, Tensor):
@@ -271,7 +274,26 @@ def attend(
         raise ValueError(
             f"expected local_attention to return shape {expected}, got {tuple(out.shape)}"
         )
-    return out if layout == "bshd" else out.permute(order)
+    out = out if layout == "bshd" else out.permute(order)
+    if lse is None:
+        return out
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    return out, lse.to(wide).transpose(1, 2)
+
+
+def _lse_of(result, shape: torch.Size) -> Tensor:
+    """The log-sum-exp [B, h, S] that a local attention returns for q [B, S, h, D]."""
+    lse = result[1] if isinstance(result, (tuple, list)) and len(result) > 1 else None
+    lse = getattr(lse, "lse", lse)  # flex_attention's auxiliary output
+    expected = (shape[0], shape[2], shape[1])
+    if not isinstance(lse, Tensor) or tuple(lse.shape) != expected:
+        raise ValueError(
+            "expected local_attention to return its output and the log-sum-exp of shape "
+            f"{expected} [batch, heads, sequence] with return_lse=True, got "
+            f"{tuple(lse.shape) if isinstance(lse, Tensor) else type(lse).__name__} as the second; "
+            "return (out, lse), or leave return_lse out"
+        )
+    return lse
 
 
 def drops(attn_mask=None, dropout_p=0.0, *_, **__) -> bool:

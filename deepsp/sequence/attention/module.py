@@ -44,7 +44,8 @@ class DistributedAttention(nn.Module):
     Args:
         local_attention: called as ``local_attention(q, k, v, *args, **kwargs)`` with q [B, S, h, D]
             and k, v [B, S, h_kv, D] (``h % h_kv == 0``), the full sequence of some heads; returns
-            [B, S, h, Dv], or a tuple that begins with it. All in ``layout``. None:
+            [B, S, h, Dv], or a tuple that begins with it and may have the log-sum-exp of scores,
+            [B, h, S], next. All others in ``layout``. None:
             ``scaled_dot_product_attention``, with its arguments, as in
             :func:`distributed_attention`. If it declares an argument ``head_indices`` (by name:
             ``**kwargs`` declares nothing), it gets the global indices of its query heads there,
@@ -108,6 +109,9 @@ class DistributedAttention(nn.Module):
         self.layout = layout
         self.query_parts = parts.validate(query_parts, group)
         self._indices = local.indices_wanted(local_attention)
+        self._declares_lse = local_attention is not None and (
+            "return_lse" in local.declared_by(local_attention)
+        )
         self.exchange = local.check_exchange(exchange, local_attention, self._indices, chunks)
         self._why_whole = local.why_whole(local_attention, self._indices)
         self._watch = local.Watch(local_attention)
@@ -128,8 +132,9 @@ class DistributedAttention(nn.Module):
         v: Tensor,
         *args,
         seq_lens: Sequence[int] | None = None,
+        return_lse: bool = False,
         **kwargs,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of this rank's tokens.
 
         Args:
@@ -138,18 +143,23 @@ class DistributedAttention(nn.Module):
             v: [B, S_r, Hkv, Dv].
             args: passed to the local attention, as is ``kwargs``.
             seq_lens: the number of tokens of each rank; None: all ranks have as many as this one.
+            return_lse: as in :func:`distributed_attention`. A local attention then returns its
+                log-sum-exp as the second of its results, as flash_attn and flex_attention do; it
+                gets this argument if it declares it.
             kwargs: passed to the local attention. Without one: ``deal`` and the other options of
                 :func:`distributed_attention`.
 
         Returns:
-            [B, S_r, Hq, Dv], or as ``layout`` orders it.
+            [B, S_r, Hq, Dv], or as ``layout`` orders it; with ``return_lse``, a pair of it and the
+            log-sum-exp, [B, S_r, Hq] in that order.
 
         Raises:
             ValueError: arguments that don't fit each other or the group, or what the local
                 attention returns.
         """
         deal = kwargs.get("deal")
-        key = None if torch.compiler.is_compiling() else self._call_key(q, k, v, seq_lens)
+        traced = torch.compiler.is_compiling() or return_lse
+        key = None if traced else self._call_key(q, k, v, seq_lens)
         if key is not None and key == self._checked and deal is None:
             return self._at_once(q, k, v, key[-1], args, kwargs)
         if deal is not None and self.local_attention is not None:
@@ -162,12 +172,14 @@ class DistributedAttention(nn.Module):
             q, k, v, self.layout, lens, self.member, self.query_parts, self._why_whole
         )
         if not self._compared and not torch.compiler.is_compiling():
-            self._compare(call, deal)
+            self._compare(call, deal, return_lse)
         if self.local_attention is None:
             names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
             rest = (*local.PATTERN, "kv_chunk", "deal")
             local.check_sdpa_arguments(args, kwargs, names, rest)
         local.check_kwargs(self._indices, kwargs)
+        if return_lse and self._declares_lse:
+            kwargs = kwargs | {"return_lse": True}
         chunks = self.chunks
         if chunks == "auto":  # these cut tokens, not heads
             by_tokens = kwargs.get("kv_chunk") is not None or self.exchange != "heads"
@@ -176,7 +188,7 @@ class DistributedAttention(nn.Module):
         if key is not None and self._is_plain(call):
             self._checked = key if self._compared else None
             return self._at_once(q, k, v, key[-1], args, kwargs)
-        return self._attend(call, chunks, args, kwargs)
+        return self._attend(call, chunks, args, kwargs, return_lse)
 
     def _is_plain(self, call: parts.AttentionCall) -> bool:
         """Whether a call with a key is of as many whole heads on each rank."""
@@ -206,20 +218,28 @@ class DistributedAttention(nn.Module):
             out = local.attend(self.local_attention, qkv, args, kwargs, self._watch)
         return torch.ops.deepsp.heads_to_seq.default([out], [q.size(2)], lens, rank, name)[0]
 
-    def _attend(self, call: parts.AttentionCall, chunks: int, args, kwargs) -> Tensor:
+    def _attend(self, call: parts.AttentionCall, chunks: int, args, kwargs, return_lse=False):
         if self.local_attention is None:
-            return attend_over(call, chunks, *args, exchange=self.exchange, **kwargs)
+            how = {"exchange": self.exchange, "return_lse": return_lse}
+            return attend_over(call, chunks, *args, **how, **kwargs)
         if self.exchange == "keys":
-            run = functools.partial(self._by_keys, call, args, kwargs)
+            run = functools.partial(self._by_keys, call, args, kwargs, return_lse)
         else:
-            run = functools.partial(self._by_function, call, chunks, args, kwargs)
+            run = functools.partial(self._by_function, call, chunks, args, kwargs, return_lse)
         qkv, order = call.by_tokens(), parts.ORDERS[self.layout]
         if torch.compiler.is_compiling() or not _is_followed():
-            return run(*qkv).permute(order)
-        seen = (args, kwargs, list(self.parameters()))
-        return _one_call(*qkv, self.member[2], run, *seen).permute(order)
+            result = run(*qkv)
+        else:
+            seen = (args, kwargs, list(self.parameters()))
+            result = _one_call(*qkv, self.member[2], run, *seen)
+        if not return_lse:
+            return result.permute(order)
+        out, lse = result
+        return out.permute(order), lse.permute(order[:3]).contiguous()
 
-    def _by_function(self, call: parts.AttentionCall, chunks: int, args, kwargs, q, k, v) -> Tensor:
+    def _by_function(
+        self, call: parts.AttentionCall, chunks: int, args, kwargs, return_lse: bool, q, k, v
+    ) -> Tensor | tuple[Tensor, Tensor]:
         local.check_heads(*(x.size(2) for x in (q, k, v)))
         (rank, _, name), lens, batch = self.member, call.lens, call.batch
         shape = ([x.size(2) for x in (q, k, v)], [x.size(3) for x in (q, k, v)], batch)
@@ -234,6 +254,7 @@ class DistributedAttention(nn.Module):
                 kwargs | indices,
                 self._watch,
                 self.layout,
+                return_lse=return_lse,
             )
 
         arriving = torch.ops.deepsp.seq_to_heads_start(
@@ -241,11 +262,14 @@ class DistributedAttention(nn.Module):
         )
         with local.randomness_of(self.member, call.device):
             leaving, dim = parts.attend(arriving, attend, shape, lens, self.member, **how)
-        return torch.ops.deepsp.heads_to_seq_wait(
+        (out,) = torch.ops.deepsp.heads_to_seq_wait(
             leaving, shape[0][:1], [dim], batch, lens, rank, name, **how
-        )[0]
+        )
+        return torch.ops.deepsp._split_log_sum(out) if return_lse else out
 
-    def _by_keys(self, call: parts.AttentionCall, args, kwargs, q, k, v) -> Tensor:
+    def _by_keys(
+        self, call: parts.AttentionCall, args, kwargs, return_lse: bool, q, k, v
+    ) -> Tensor | tuple[Tensor, Tensor]:
         rank, lens = self.member[0], call.lens
         pair = parts.gather_pair(k.flatten(2), v.flatten(2), 1, lens, self.member)
         first = sum(lens[:rank])
@@ -260,6 +284,7 @@ class DistributedAttention(nn.Module):
                 kwargs | indices,
                 self._watch,
                 self.layout,
+                return_lse=return_lse,
             )
 
     def _pick_chunks(self, call: parts.AttentionCall, args, kwargs) -> int:
@@ -296,7 +321,7 @@ class DistributedAttention(nn.Module):
         )
         return self.picked
 
-    def _compare(self, call: parts.AttentionCall, deal: Deal | None) -> None:
+    def _compare(self, call: parts.AttentionCall, deal: Deal | None, return_lse: bool) -> None:
         s = self.layout.index("s")
         self._compared = compare_calls(
             "DistributedAttention",
@@ -311,4 +336,5 @@ class DistributedAttention(nn.Module):
             gradients=call.needs_gradient(),
             deal=None if deal is None else deal.digest,
             exchange=self.exchange,
+            return_lse=return_lse,
         )

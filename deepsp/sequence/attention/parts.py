@@ -224,7 +224,7 @@ class CellInputs(NamedTuple):
 
 def attend(
     arriving: Sequence[Tensor],
-    function: Callable[[CellInputs], Tensor],
+    function: Callable[[CellInputs], Tensor | tuple[Tensor, Tensor]],
     shape: tuple[list[int], list[int], int],
     lens: list[int],
     member: Member,
@@ -238,7 +238,8 @@ def attend(
 
     Args:
         arriving: the buffers of q, k and v, one for each chunk.
-        function: computes attention of a part, [B, n, h, Dv].
+        function: computes attention of a part, [B, n, h, Dv], or that and its log-sum-exp [B, n,
+            h], which are sent as one tensor.
         shape: the numbers of heads and the head dimensions of q, k and v, and the batch size.
         lens: tokens of each rank.
         member: the group.
@@ -249,7 +250,7 @@ def attend(
             (k has no heads in some chunks), and the ranges of its tokens.
 
     Returns:
-        The output's buffers in flight, one for each chunk; and Dv.
+        The output's buffers in flight, one for each chunk; and the number of its features.
     """
     ops, (rank, size, name) = torch.ops.deepsp, member
     (heads, kv_heads, _), _, _ = shape
@@ -276,7 +277,8 @@ def attend(
             where = (size, rank, chunk, chunks, query_parts, i)
             k, v = (ops._kv_of_cell(x, heads, kv_heads, *where) for x in (ks, vs))
             q = on_arrival(arrived[i], 0, cell.queries)
-            outs.append(function(CellInputs(q, k, v, cell, where)))
+            out = function(CellInputs(q, k, v, cell, where))
+            outs.append(ops._join_log_sum(*out) if isinstance(out, tuple) else out)
         leaving.append(
             ops.heads_to_seq_start(
                 outs,

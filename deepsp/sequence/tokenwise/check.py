@@ -232,7 +232,9 @@ def _without_attention(model: nn.Module) -> Iterator[None]:
     """Replaces deepsp's attention and recurrences by stand-ins."""
 
     def of_module(module: DistributedAttention):
-        return lambda q, k, v, *args, **kwargs: stand_in(q, k, v, module.layout.index("h"))
+        return lambda q, k, v, *args, return_lse=False, **kwargs: stand_in(
+            q, k, v, module.layout.index("h"), return_lse
+        )
 
     def of_recurrence(module: DistributedRecurrence):
         def forward(documents=None, seq_lens=None, **arguments):
@@ -303,7 +305,10 @@ class _TokensBefore(TorchFunctionMode):
 class _InPlaceOfTheOp(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        op = torch.ops.deepsp.distributed_attention
-        if func in (op, op.default):
-            return stand_in(*args[:3], kwargs["layout"].index("h")).contiguous()
+        ops = torch.ops.deepsp
+        for op in (ops.distributed_attention, ops.distributed_attention_with_lse):
+            if func in (op, op.default):
+                heads, with_lse = kwargs["layout"].index("h"), op is not ops.distributed_attention
+                out = stand_in(*args[:3], heads, with_lse)
+                return tuple(x.contiguous() for x in out) if with_lse else out.contiguous()
         return func(*args, **kwargs)

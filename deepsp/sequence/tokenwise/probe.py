@@ -164,12 +164,13 @@ class Probe:
         return self.of if inner is self.model else f"{name} ({type(inner).__name__}) of {self.of}"
 
 
-def stand_in(query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
+def stand_in(query: Tensor, key: Tensor, value: Tensor, heads: int, return_lse: bool = False):
     """A function of each token alone, in place of attention. It depends on the token's query, key
-    and value. heads: their dimension."""
+    and value. heads: their dimension. return_lse: with a number for each query and head."""
     readers = query.size(heads) // key.size(heads)
     key, value = (x.repeat_interleave(readers, heads) for x in (key, value))
-    return value + (query.mean(-1, keepdim=True) + key.mean(-1, keepdim=True))
+    out = value + (query.mean(-1, keepdim=True) + key.mean(-1, keepdim=True))
+    return (out, (query * key).mean(-1)) if return_lse else out
 
 
 def tensors_in(value: Any, name: str = "output") -> Iterator[tuple[str, Tensor]]:
