@@ -92,6 +92,8 @@ def _attention():
         torch.testing.assert_close(names["out"], expected)
         alibi = names["attend"].local_attention(*whole, torch.arange(4)).split(lens, 1)[rank]
         torch.testing.assert_close(names["attend"](q, k, v, seq_lens=lens), alibi)
+        torch.testing.assert_close(names["trunk"][0], expected)
+        assert names["merged"].shape == q.shape and names["lse"].gt(names["trunk"][1]).all()
         one = [x[:, :, :1] for x in (q, k, v)]  # head, on two ranks
         expected = attention(*(x[:, :, :1] for x in whole), is_causal=True).split(lens, 1)[rank]
         torch.testing.assert_close(names["by_shares"](*one, seq_lens=lens), expected)

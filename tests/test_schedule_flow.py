@@ -455,6 +455,11 @@ def _own_collectives():
             split,
             r"Shard\(2\) of .*, got Shard\(1\); gather",
         ),
+        (
+            lambda x: deepsp.merge_attention([(x, x.sum(-1)), (torch.ones(2, 4, 6, 2).to(x),) * 2]),
+            split,
+            r"expected all parts to be Shard\(1\), .* got Replicate of .*; compute all of them",
+        ),
     ]:
         placed = Placed(Calls(function), {}, syncs)
         with pytest.raises(ValueError, match=text):
