@@ -270,7 +270,9 @@ TORCH_LIBRARY(deepsp, m) {
       "Tensor",
       pure);
   // Attention by blocks of scores, [B, S, h, D]: no mask and no matrix of all scores is made.
-  // documents [N, 2], integers on any device: where each begins and ends among the B * S tokens;
+  // documents [N, 2], integers on any device: where each begins and ends among the B * S tokens; or
+  // [N, 3], with the number of its parent, an earlier document whose tokens, and whose ancestors',
+  // its queries see, too (-1: none; windows then go back along this path; is_causal);
   // tokens attend to those of their document only, and outside of all to none (0); None: each row
   // is one. window_size: none or (left, right), how many tokens before and after its own a token
   // sees; -1: all. softcap: scores are softcap * tanh(score / softcap). sinks [h]: a score of each

@@ -13,6 +13,7 @@ from deepsp import collectives
 from deepsp._built_for import VERSION as __version__  # noqa: F401
 from deepsp.collectives import sum_over_ranks
 from deepsp.compile.sharding.inputs import prepare_inputs, replicated
+from deepsp.data.borders import Segments
 from deepsp.data.deal_batch import deal_batch
 from deepsp.data.documents import Deal, deal_documents
 from deepsp.data.loader import SequenceLoader
@@ -54,6 +55,7 @@ __all__ = [
     "DistributedAttention",
     "DistributedExperts",
     "DistributedRecurrence",
+    "Segments",
     "SequenceLoader",
     "SequenceParallelAttention",
     "build",

@@ -65,14 +65,15 @@ bool covers(const Piece& piece, Range tokens, const at::Tensor& x) {
 template <class Start, class Visit, class End>
 void walk(const Piece& piece, Band band, const Start& start, const Visit& visit, const End& end) {
   const bool banded = piece.sight == Sight::kBand;
+  const int64_t ahead = piece.ahead;
   for (int64_t q = piece.queries.begin; q < piece.queries.end; q += kQueries) {
     const Range queries = {q, std::min(q + kQueries, piece.queries.end)};
     Range keys = piece.keys;
     if (banded && band.left != kUnlimited) {
-      keys.begin = std::max(keys.begin, queries.begin - band.left);
+      keys.begin = std::max(keys.begin, queries.begin + ahead - band.left);
     }
     if (banded && band.right != kUnlimited) {
-      keys.end = std::min(keys.end, queries.end + band.right);
+      keys.end = std::min(keys.end, queries.end + ahead + band.right);
     }
     if (piece.sight == Sight::kCausal) {
       keys.end = std::min(keys.end, queries.end);
@@ -107,6 +108,7 @@ at::Tensor scores_of(
     return scores;
   }
   const Band band = piece.sight == Sight::kCausal ? Band{kUnlimited, 0} : how.band;
+  queries = {queries.begin + piece.ahead, queries.end + piece.ahead};
   const bool passes_right = band.right != kUnlimited && keys.end - 1 > queries.begin + band.right;
   const bool passes_left = band.left != kUnlimited && keys.begin < queries.end - 1 - band.left;
   if (!passes_right && !passes_left) {
@@ -175,9 +177,12 @@ Attending attending(
   }
   const at::Tensor borders = given.documents->to(at::kCPU, at::kLong).contiguous();
   const int64_t* const data = borders.const_data_ptr<int64_t>();
+  const int64_t columns = borders.size(1);
   int64_t last = 0;
+  std::vector<int64_t> places;  // among the documents that have tokens: themselves, or an ancestor
   for (int64_t n = 0; n < borders.size(0); ++n) {
-    const int64_t begin = data[2 * n], end = data[2 * n + 1];
+    const int64_t begin = data[columns * n], end = data[columns * n + 1];
+    const int64_t parent = columns > 2 ? data[columns * n + 2] : -1;
     const int64_t row = tokens > 0 ? begin / tokens : 0;
     TORCH_CHECK_VALUE(
         last <= begin && begin <= end && end <= batch * tokens &&
@@ -186,10 +191,21 @@ Attending attending(
         " tokens, each in one row, in order and without overlaps, got [", begin, ", ", end,
         "] as number ", n);
     last = end;
+    TORCH_CHECK_VALUE(
+        parent >= -1 && parent < n, "expected the parent of document ", n,
+        " to be an earlier one, or -1, got ", parent);
+    int64_t place = parent < 0 ? -1 : places[parent];
     if (begin < end) {
-      how.documents.push_back({{row, row + 1}, {begin - row * tokens, end - row * tokens}});
+      TORCH_CHECK_VALUE(
+          place < 0 || how.documents[place].rows.begin == row, "expected document ", n,
+          " to be in the row of its parent ", parent, ", got row ", row);
+      const Range range{begin - row * tokens, end - row * tokens};
+      how.documents.push_back({{row, row + 1}, range, place});
+      place = static_cast<int64_t>(how.documents.size()) - 1;
     }
+    places.push_back(place);
   }
+  join_tree(how.documents);
   return how;
 }
 

@@ -20,7 +20,8 @@ struct Attending {
 };
 
 // What the ops say of that. documents: [N, 2], where each begins and ends among the
-// [batch * tokens] tokens; none: each row is one. window_size: as of Band, empty: no window. Lives
+// [batch * tokens] tokens, or [N, 3], with the number of its parent, -1: none; none: each row is
+// one. window_size: as of Band, empty: no window. Lives
 // no longer than the arguments.
 struct BlockArguments {
   const OptionalTensor documents, sinks;
@@ -36,7 +37,7 @@ struct BlockArguments {
         window_size(how.window_size),
         scale(how.scale),
         softcap(how.softcap) {}
-  Pattern pattern() const { return {documents, window_size, softcap, sinks}; }
+  Pattern pattern() const { return {documents, window_size, softcap, sinks, is_causal}; }
 };
 Band band_of(const BlockArguments& how);
 // queries: begin and end of each range.

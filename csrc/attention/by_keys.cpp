@@ -57,9 +57,12 @@ struct KeyPlan {
       first = first + count;
     }
     const Tokens all{0, first};
-    const Band band = band_of(asked);
+    Band band = band_of(asked);
     // Where a graph is traced, documents aren't known.
     const OptionalTensor& documents = asked.documents;
+    if (documents.has_value() && documents->sym_size(1) > 2) {
+      band.left = kUnlimited;  // windows go back along a tree, not along places
+    }
     if (documents.has_value() && !documents->key_set().has_any(at::kTensorSubclassLike)) {
       const Attending among = attending(
           asked, plan.batch.guard_int(__FILE__, __LINE__), first.guard_int(__FILE__, __LINE__), 1);
@@ -67,7 +70,13 @@ struct KeyPlan {
       for (const Document& document : among.documents) {
         const Tokens tokens{document.tokens.begin, document.tokens.end};
         for (int64_t r = 0; r < ranks; ++r) {
-          seen[r] = seen[r].with(own[r].seen(tokens, band));
+          const Tokens sees = own[r].seen(tokens, band);
+          seen[r] = seen[r].with(sees);
+          for (int64_t n = sees.empty() ? -1 : document.parent; n >= 0;) {
+            const Document& above = among.documents[n];
+            seen[r] = seen[r].with({above.tokens.begin, above.tokens.end});
+            n = above.parent;
+          }
         }
       }
     } else {
@@ -89,15 +98,16 @@ struct KeyPlan {
 
 // documents among the tokens of a range in each row, numbered anew.
 at::Tensor within(const at::Tensor& documents, const c10::SymInt& length, const Tokens& range) {
-  const at::Tensor borders = documents.to(at::kLong);
+  const at::Tensor all = documents.to(at::kLong), borders = all.narrow(1, 0, 2);
   const at::Tensor row = at::floor_divide(borders.narrow(1, 0, 1), c10::Scalar(length));
   const at::Tensor tokens = borders.sub(row, c10::Scalar(length));
   // What ends in another row stays wrong, for attention to see.
   const at::Tensor beyond = tokens.sub(c10::Scalar(length)).clamp_min(0);
-  return tokens.clamp(c10::Scalar(range.begin), c10::Scalar(range.end))
-      .sub(c10::Scalar(range.begin))
-      .add(beyond, c10::Scalar(length))
-      .add(row, c10::Scalar(range.size()));
+  const at::Tensor here = tokens.clamp(c10::Scalar(range.begin), c10::Scalar(range.end))
+                              .sub(c10::Scalar(range.begin))
+                              .add(beyond, c10::Scalar(length))
+                              .add(row, c10::Scalar(range.size()));
+  return at::cat({here, all.narrow_symint(1, 2, all.sym_size(1) - 2)}, 1);
 }
 
 // [B, n, h, D] as [n, B, h * D].

@@ -87,12 +87,15 @@ void check_pattern(
   if (pattern.documents.has_value()) {
     const at::Tensor& documents = *pattern.documents;
     TORCH_CHECK_VALUE(
-        documents.dim() == 2 && documents.sym_size(1) == 2 &&
+        documents.dim() == 2 && (documents.sym_size(1) == 2 || documents.sym_size(1) == 3) &&
             at::isIntegralType(documents.scalar_type(), /*includeBool=*/false),
         "expected documents to be integers of shape [N, 2], where each document begins and ends "
         "among the ",
-        batch * tokens, " tokens of the batch, got ", dtype_name(documents.scalar_type()), " ",
-        documents.sym_sizes());
+        batch * tokens, " tokens of the batch, or [N, 3], with its parent, got ",
+        dtype_name(documents.scalar_type()), " ", documents.sym_sizes());
+    TORCH_CHECK_VALUE(
+        pattern.is_causal || documents.sym_size(1) == 2,
+        "expected is_causal=True with documents that have parents, whose tokens come before");
   }
   const at::IntArrayRef window = pattern.window_size;
   TORCH_CHECK_VALUE(

@@ -11,6 +11,7 @@ struct Pattern {
   at::IntArrayRef window_size;
   std::optional<double> softcap;
   const OptionalTensor& sinks;
+  bool is_causal;
 
   bool given() const {
     return documents.has_value() || !window_size.empty() || softcap.has_value() ||

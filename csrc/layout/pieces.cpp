@@ -50,20 +50,88 @@ void add_pieces(
   }
 }
 
+// Adds what queries see of ancestors' keys. Those of all descendants see them at once, where no
+// window ends among them.
+void add_ancestors(
+    const std::vector<Document>& documents,
+    int64_t left,
+    Range keys,
+    Range queries,
+    int64_t before,
+    std::vector<Piece>& pieces) {
+  int64_t deepest = 0;
+  for (const Document& document : documents) {
+    deepest = std::max(deepest, document.depth + document.tokens.size());
+  }
+  const auto add = [&](Range rows, Range of, Range sees, Sight sight, int64_t ahead) {
+    if (of.size() > 0 && sees.size() > 0) {
+      pieces.push_back({rows, of, sees, sight, before, ahead});
+    }
+  };
+  for (const Document& document : documents) {
+    if (left == kUnlimited || left >= deepest) {
+      for (const Range& run : document.descendants) {
+        const Range seen = common(document.tokens, keys);
+        add(document.rows, common(run, queries), seen, Sight::kAll, 0);
+      }
+      continue;
+    }
+    const Range of = common(document.tokens, queries);
+    for (int64_t n = document.parent; n >= 0 && of.size() > 0; n = documents[n].parent) {
+      const Document& above = documents[n];
+      const int64_t ahead =
+          document.depth - document.tokens.begin - (above.depth - above.tokens.begin);
+      const int64_t first = of.begin + ahead - left;  // that a query sees
+      if (first >= above.tokens.end) {
+        break;
+      }
+      const Range seen = common(common(above.tokens, keys), {first, above.tokens.end});
+      const Range see = common(of, {of.begin, seen.end + left - ahead});
+      const bool all = see.end - 1 + ahead - left <= seen.begin;
+      add(document.rows, see, seen, all ? Sight::kAll : Sight::kBand, ahead);
+    }
+  }
+}
+
 }  // namespace
+
+void join_tree(std::vector<Document>& documents) {
+  for (Document& document : documents) {
+    if (document.parent >= 0) {
+      const Document& parent = documents[document.parent];
+      document.depth = parent.depth + parent.tokens.size();
+    }
+    for (int64_t n = document.parent; n >= 0; n = documents[n].parent) {
+      std::vector<Range>& runs = documents[n].descendants;
+      if (!runs.empty() && runs.back().end == document.tokens.begin) {
+        runs.back().end = document.tokens.end;
+      } else {
+        runs.push_back(document.tokens);
+      }
+    }
+  }
+}
 
 std::vector<Piece> pieces_of(
     const std::vector<Document>& documents,
     Band band,
     Range keys,
     const std::vector<Range>& queries) {
+  const bool is_tree = std::any_of(
+      documents.begin(), documents.end(), [](const Document& x) { return x.parent >= 0; });
   std::vector<Piece> pieces;
+  const auto add = [&](Range range, int64_t before) {
+    add_pieces(documents, band, keys, range, before, pieces);
+    if (is_tree) {
+      add_ancestors(documents, band.left, keys, range, before, pieces);
+    }
+  };
   if (queries.empty()) {
-    add_pieces(documents, band, keys, {0, std::numeric_limits<int64_t>::max()}, 0, pieces);
+    add({0, std::numeric_limits<int64_t>::max()}, 0);
   }
   int64_t count = 0;
   for (const Range& range : queries) {
-    add_pieces(documents, band, keys, range, range.begin - count, pieces);
+    add(range, range.begin - count);
     count += range.size();
   }
   return pieces;
@@ -169,7 +237,7 @@ bool takes_on(KernelCall& call, const Piece& piece, Band band, bool borders) {
     return false;
   }
   if (last.sight == Sight::kCausal && piece.queries.begin == last.queries.begin &&
-      piece.keys.end == last.keys.begin) {
+      piece.queries.end == last.queries.end && piece.keys.end == last.keys.begin) {
     last.keys.begin = piece.keys.begin;
     return true;
   }
@@ -193,6 +261,12 @@ bool takes_on(KernelCall& call, const Piece& piece, Band band, bool borders) {
 // Those of queries that don't see the last key, and those that do: only the former have a limit on
 // the right.
 void add_band(const Piece& piece, Band band, std::vector<KernelCall>& calls) {
+  if (band.left != kUnlimited) {
+    band.left -= piece.ahead;
+  }
+  if (band.right != kUnlimited) {
+    band.right += piece.ahead;
+  }
   const auto add = [&](const Piece& part, int64_t right) {
     const int64_t left =
         band.left == kUnlimited ? kUnlimited : band.left + part.keys.end - part.queries.end;

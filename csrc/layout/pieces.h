@@ -11,10 +11,19 @@
 namespace deepsp {
 
 // Tokens that attend to each other only: a range of tokens in each of some rows of a batch.
+// A document with a parent goes on where that ends: its queries see all tokens of its ancestors,
+// too, as far as a window goes back along this path. Queries are causal then.
 struct Document {
   Range rows;
   Range tokens;
+  int64_t parent = -1;  // an earlier document of these rows
+  int64_t depth = 0;    // how many tokens its ancestors have
+  // Tokens of documents that it is an ancestor of, in ascending ranges that don't touch.
+  std::vector<Range> descendants = {};
 };
+
+// Sets the depth and descendants of documents whose parents are set.
+void join_tree(std::vector<Document>& documents);
 
 // A query at i sees keys from i - left to i + right; kUnlimited: as far as the document goes.
 constexpr int64_t kUnlimited = -1;
@@ -34,6 +43,7 @@ struct Piece {
   Range keys;
   Sight sight = Sight::kAll;
   int64_t before = 0;  // tokens before these queries that have none
+  int64_t ahead = 0;   // a query at i is i + ahead where the band is counted along its keys
 };
 
 // What queries see of the keys in a range of tokens: every pair once, no pair that a document or

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from deepsp.data.borders import ranges_of
+from deepsp.data.borders import Segments, ranges_of
 from deepsp.data.documents import Deal
 from deepsp.ranks.groups import Group, Member, member_of
 from deepsp.sequence.attention import function, parts
@@ -29,7 +29,7 @@ def distributed_attention(
     chunks: int = 1,
     layout: str = "bshd",
     *,
-    documents: Tensor | None = None,
+    documents: Tensor | Segments | None = None,
     window_size: tuple[int, int] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -70,7 +70,9 @@ def distributed_attention(
             sequence. Either ``cu_seqlens`` [N + 1], their borders among the B * S tokens, row after
             row; or [N, 2], where each begins and ends, which may leave out tokens (padding). Tokens
             attend to those of their own document; tokens outside of all get 0. No mask is made:
-            time and memory depend on the lengths of documents.
+            time and memory depend on the lengths of documents. Or a tree of segments
+            (:class:`Segments`, or [N, 3] with parents) that share what they begin with: tokens also
+            see those of their ancestors, and windows count positions along this path.
         window_size: (left, right), how many tokens before and after its own each token attends to;
             -1: all of them. With ``is_causal``, right is 0.
         softcap: scores become ``softcap * tanh(score / softcap)`` before the mask (Gemma 2,
@@ -117,7 +119,8 @@ def distributed_attention(
     Raises:
         ValueError: arguments that don't fit each other or the group: ``documents``,
             ``window_size``, ``softcap``, ``sinks``, ``kv_chunk``, ``deal`` and ``return_lse`` don't
-            combine with ``attn_mask`` or dropout, nor ``kv_chunk`` and ``deal`` with several chunks.
+            combine with ``attn_mask`` or dropout, nor ``kv_chunk`` and ``deal`` with several
+            chunks; a tree of segments that isn't causal.
     """
     parts.check_layout(layout)
     member = member_of(group)
@@ -201,7 +204,7 @@ def attend_over(
     else:
         options["query_parts"] = call.query_parts
         if documents is not None:
-            documents = ranges_of(documents, call.batch, sum(lens))
+            documents = ranges_of(documents, call.batch, sum(lens), tree=True)
     draws = function.randomness_of(call.member, call.device) if dropout_p > 0 else nullcontext()
     ops = torch.ops.deepsp
     attend = ops.distributed_attention_with_lse if return_lse else ops.distributed_attention

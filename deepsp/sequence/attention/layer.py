@@ -270,7 +270,7 @@ class SequenceParallelAttention(nn.Module):
                 ``scale``; and by name ``documents``, ``window_size``, ``softcap``, ``sinks``, as in
                 :func:`distributed_attention`.
             position_ids: [S] or [B, S], of the full sequence, for the rotary embedding; None: 0, 1,
-                2, ...
+                2, ..., or those of ``documents`` that are :class:`Segments`.
             rotary: in place of the constructor's, such as the (cos, sin) that a model computes once
                 for all of its layers, for the full sequence.
             seq_lens: the number of tokens of each rank; None: all ranks have as many as this one.
@@ -293,13 +293,13 @@ class SequenceParallelAttention(nn.Module):
             called = _NAMES if not self.overlap else _NAMES[:3] if any(self._wide) else ()
             check_linears_here(projections, called)
         lens = lens_or_equal(seq_lens, x.size(1), self.member[1])
+        documents = kwargs.get("documents")
         if self.local_attention is None:
             local.check_sdpa_arguments(
                 args, kwargs, ("attn_mask", "dropout_p", "is_causal", "scale")
             )
-            if kwargs.get("documents") is not None:
-                ranges = ranges_of(kwargs["documents"], x.size(0), sum(lens))
-                kwargs = {**kwargs, "documents": ranges}
+            if documents is not None:
+                kwargs |= {"documents": ranges_of(documents, x.size(0), sum(lens), tree=True)}
             local.check_sdpa(x, sum(lens), self.num_heads, *args, **kwargs)
         local.check_kwargs(self._indices, kwargs)
         turn = rope.angles_of(
@@ -311,6 +311,7 @@ class SequenceParallelAttention(nn.Module):
             head_dim=self.head_dim,
             interleaved=self.rope_interleaved,
             look=not self._compared and not torch.compiler.is_compiling(),
+            documents=None if self.local_attention else documents,
         )
         if not self._compared and not torch.compiler.is_compiling():
             self._compare(x, lens)

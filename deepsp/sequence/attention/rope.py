@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from deepsp.data.borders import Segments
 
 
 def angles(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple:
@@ -27,9 +30,11 @@ def angles_of(
     head_dim: int,
     interleaved: bool,
     look: bool,
+    documents: Tensor | Segments | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Cosine and sine for the ``total`` tokens of the full sequence, as from :func:`angles`, from a
-    layer's arguments; None: no rotary embedding.
+    layer's arguments; None: no rotary embedding. Without position_ids, a tree's ``documents`` say
+    where a token is in its sequences.
 
     Raises:
         ValueError: arguments that don't fit each other or the sequence.
@@ -43,6 +48,14 @@ def angles_of(
         )
     if used and position_ids is None:
         position_ids = torch.arange(total, device=x.device)
+        if isinstance(documents, Segments):
+            own = documents.positions[0]
+            position_ids = F.pad(own, (0, total - len(own))).to(x.device)
+        elif documents is not None and documents.dim() == 2 and documents.size(1) == 3:
+            raise ValueError(
+                "expected position_ids with documents that have parents, got none; pass "
+                "documents=deepsp.Segments(...), which has them, or position_ids"
+            )
     elif used and (
         position_ids.dim() not in (1, 2)
         or position_ids.size(-1) != total
