@@ -16,6 +16,7 @@ from deepsp.compile.sharding.inputs import prepare_inputs, replicated
 from deepsp.data.borders import Segments
 from deepsp.data.deal_batch import deal_batch
 from deepsp.data.documents import Deal, deal_documents
+from deepsp.data.fold import Fold, fold
 from deepsp.data.loader import SequenceLoader
 from deepsp.data.sharding import shard, shard_batch, unshard
 from deepsp.gradients import clip_grad_norm_, sync_gradients
@@ -55,6 +56,7 @@ __all__ = [
     "DistributedAttention",
     "DistributedExperts",
     "DistributedRecurrence",
+    "Fold",
     "Segments",
     "SequenceLoader",
     "SequenceParallelAttention",
@@ -69,6 +71,7 @@ __all__ = [
     "deal_batch",
     "deal_documents",
     "distributed_attention",
+    "fold",
     "full_parameters",
     "full_state_dict",
     "heads_to_seq",

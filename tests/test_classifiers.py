@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from by_trl import same, zero
+from by_trl import check_folded, same, zero
 from harness import on_ranks
 from trained import Rows, arguments, logs, pairs, tiny, tokenizer, trainer_class, under_fsdp
 from transformers import LlamaForSequenceClassification
@@ -36,7 +36,8 @@ def _reward(size, batch, of="llama", kind="", **given):
 
     cls, more = trl.RewardTrainer, {}
     if size > 1:
-        cls, more = sequence_parallel(cls), {"sequence_parallel_size": size}
+        cls = sequence_parallel(cls)
+        more = {"sequence_parallel_size": size, "fold_prefixes": kind == "folded"}
     if kind == "LoRA":
         more["peft_config"] = LoraConfig(
             r=4, task_type="SEQ_CLS", target_modules=["q_proj"], modules_to_save=["score"]
@@ -64,6 +65,7 @@ def _reward(size, batch, of="llama", kind="", **given):
         **more,
     )
     trainer.train()
+    check_folded(trainer, more)
     return [*logs(trainer), {}]
 
 
@@ -71,9 +73,9 @@ def _reward(size, batch, of="llama", kind="", **given):
 _CLOSE = {"digits": 1e-6}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_rewards(ranks):
-    same(_reward, ranks, ranks, batch=3, **_CLOSE)
+@pytest.mark.parametrize(("ranks", "kind"), [(2, ""), (2, "folded"), (3, "")])
+def test_rewards(ranks, kind):
+    same(_reward, ranks, ranks, batch=3, kind=kind, **_CLOSE)
 
 
 _KINDS = [{"kind": k} for k in ("LoRA", "accumulation", "checkpointing")]

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from by_trl import made, reference_of, reinforced, reward_of, same
+from by_trl import check_folded, made, reference_of, reinforced, reward_of, same
 from harness import on_ranks
 from trained import launched, logs, pairs
 
@@ -46,10 +46,13 @@ def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", stag
         more["ref_model"] = reference
     rows = _ROWS[name]
     train = rows(24) if folder is None else load_from_disk(f"{folder}/{size}")
+    if kind == "one prompt":
+        train = train.map(lambda _: {"prompt": train[4]["prompt"]})
     trainer = cls(train_dataset=train, eval_dataset=None if folder else rows(5, 1), **more)
     if reference is not None and size > 1:
         assert reference.config._attn_implementation == "deepsp"
     trainer.train()
+    check_folded(trainer, more)
     torch._dynamo.reset()  # else Dynamo skips functions that have broken a graph, for good
     if kind or stage is not None:
         return logs(trainer)
@@ -63,6 +66,12 @@ def _preferences(size, batch, name="DPO", kind="", folder=None, of="llama", stag
 @pytest.mark.parametrize("name", ["DPO", "KTO"])
 def test_preferences(name):
     same(_preferences, 2, 2, name=name)
+
+
+@pytest.mark.parametrize("name", ["DPO", pytest.param("KTO", marks=pytest.mark.nightly)])
+def test_folded_preferences(name):
+    kind = {"DPO": "", "KTO": "one prompt"}[name]  # its batches have other prompts else
+    same(_preferences, 2, 2, name=name, folds=True, kind=kind)
 
 
 @pytest.mark.nightly  # compiles for half a minute
@@ -103,6 +112,12 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize("name", ["GRPO", pytest.param("RLOO", marks=pytest.mark.nightly)])
 def test_reinforced(name, reference):
     same(reinforced, 2, 2, batch=4, reference=reference, name=name, steps_per_generation=2)
+
+
+@pytest.mark.parametrize("name", ["GRPO", pytest.param("RLOO", marks=pytest.mark.nightly)])
+def test_folded_rollouts(name, reference):
+    given = {"name": name, "folds": True, "steps_per_generation": 2}
+    same(reinforced, 3, 3, batch=4, reference=reference, **given)
 
 
 @pytest.mark.nightly
@@ -170,6 +185,7 @@ def test_preferences_under_fsdp(name):
 def test_mixtures():
     """The loss that balances experts is that of the full sequence."""
     same(_preferences, 2, 2, of="mixtral", router_aux_loss_coef=1.0)
+    same(_preferences, 2, 2, of="mixtral", router_aux_loss_coef=1.0, folds=True)
     same(_preferences, 4, 2, name="KTO", of="qwen3_moe", router_aux_loss_coef=1.0)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from deepsp.data.roles import DOCUMENTS, Roles, leaves_of, name_of, named_values
 from deepsp.data.same_batch import ADVICE, compare_batches
 from deepsp.data.sharding import full_batch
 from deepsp.ranks.groups import Group, Member, device_of, member_of
+
+if TYPE_CHECKING:
+    from deepsp.data.fold import Fold
 
 Cost = tuple[float, float]
 COST: Cost = (1.0, 2e-5)
@@ -196,10 +199,10 @@ def _lengths(positions: Tensor | None, valid: Tensor) -> list[int]:
     return torch.bincount(number)[1:].tolist() if number.numel() else []
 
 
-def dealt_batch(tokens: Mapping[str, Tensor], of: Documents, deal: Deal) -> dict[str, Any]:
-    """The batch of this rank's tokens, and the deal."""
+def dealt_batch(tokens: Mapping[str, Tensor], of: Documents, deal: Deal | Fold) -> dict[str, Any]:
+    """The batch of this rank's tokens, and the deal or fold."""
     local = {**of.rest, **{n: x.unsqueeze(0) for n, x in tokens.items()}}
-    last_batch.remember(local, replace(of.roles, length=sum(of.lengths)), deal.seq_lens)
+    last_batch.remember(local, replace(of.roles, length=sum(deal.seq_lens)), deal.seq_lens)
     deal.makes_positions = of.makes_positions
     return {**local, "deal": deal}
 

@@ -42,6 +42,7 @@ def made(
     stage=None,
     fsdp=False,
     dtype=torch.float32,
+    folds=False,
     **given,
 ):
     """The trainer's class, its arguments, and models."""
@@ -49,6 +50,8 @@ def made(
     from peft import LoraConfig
 
     cls, more = _class(name, size)
+    if folds and size > 1:
+        more["fold_prefixes"] = True
     if fsdp and size > 1:
         cls = under_fsdp(cls)
     model = tiny(of, dtype)  # before arguments with ZeRO 3, which partition models
@@ -85,6 +88,16 @@ def reward_of(completion_ids, others=False, **_):
     if others:
         torch.rand(3)
     return [sum(ids) % 11 / 10 + others for ids in completion_ids]
+
+
+def check_folded(trainer, more):
+    """What rows begin with alike went through the model once."""
+    from deepsp.integrations.transformers.forward import full_rows_of
+
+    rows = full_rows_of(trainer.accelerator.unwrap_model(trainer.model))
+    if more.get("fold_prefixes"):
+        of_rows, through = rows.folded
+        assert 0 < through < 0.9 * of_rows, rows.folded
 
 
 def reinforced(size, batch, reference, name="GRPO", kind="", **given):
@@ -125,6 +138,7 @@ def reinforced(size, batch, reference, name="GRPO", kind="", **given):
         **more,
     )
     trainer.train()
+    check_folded(trainer, more)
     kept = [list(trainer._logs[name]) for name in ("prompt", "completion", "advantages")]
     assert len({*map(len, kept)}) == 1
     with getattr(trainer, "_by_group", contextlib.nullcontext)():

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deepsp.data.fold import Fold
 from deepsp.integrations.transformers import absorbed, caches
 from deepsp.integrations.transformers.arguments import check_arguments, check_keys, settle
 from deepsp.integrations.transformers.cores import Core, attend_to_chosen
@@ -69,8 +70,8 @@ def attention(
     more = {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window}
     if masks.deal is not None and (core != "auto" or dropout > 0):
         raise ValueError(
-            f"expected core 'auto' and no dropout with a batch that deal_batch made, got {core!r} "
-            f"and {dropout}; register with core='auto', and set attention_dropout to 0"
+            "expected core 'auto' and no dropout with a batch that deal_batch made, or folded "
+            f"prefixes, got {core!r} and {dropout}; register with core='auto', and set attention_dropout to 0"
         )
     if core not in ("auto", "sdpa"):
         more |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **own}
@@ -91,7 +92,7 @@ def attention(
             "softcap": softcap,
             "sinks": s_aux,
             "kv_chunk": kv_chunk,
-            "deal": masks.deal,
+            "deal": None if isinstance(masks.deal, Fold) else masks.deal,
         }
     else:
         mask = masks.mask_for("sdpa", query, module.config)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from deepsp.data.fold import Fold
 from deepsp.ranks.groups import Member, on_all_ranks
 
 NAME = "load_balancing_loss_func"
@@ -33,6 +34,7 @@ def balancing_loss(
     over: Member,
     average_gradients: bool,
     real_rows: Tensor | None = None,
+    fold: Fold | None = None,
 ) -> Tensor | int:
     """The loss of all ranks' tokens, the same on every rank.
 
@@ -45,6 +47,7 @@ def balancing_loss(
         over: those of the ranks whose tokens the loss is of.
         average_gradients: as in :func:`deepsp.cross_entropy`.
         real_rows: [B]: the rows whose tokens count; None: all.
+        fold: how the rows were folded: a token counts as often as rows have it.
     """
     if not isinstance(gate_logits, tuple):
         return 0
@@ -55,7 +58,9 @@ def balancing_loss(
         lens = [n for (n,) in on_all_ranks([mine], member, valid.device)]
         first = sum(lens[: member[0]])
         valid = attention_mask[:, first : first + mine].reshape(-1).to(valid)
-    if real_rows is not None:
+    if fold is not None:
+        valid = fold.counts(real_rows).split(fold.seq_lens)[member[0]].to(valid)
+    elif real_rows is not None:
         of_rows = valid.view(len(real_rows), -1) * real_rows.to(valid)[:, None]
         valid = of_rows.flatten()
     chosen, probabilities = valid.new_zeros(num_experts), valid.new_zeros(num_experts)

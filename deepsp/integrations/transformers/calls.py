@@ -202,9 +202,9 @@ def _at_door(
         args, kwargs = (), named_arguments(model, args, kwargs)
         if call.deal is not None:
             raise ValueError(
-                f"expected no batch of deal_batch in the call of {type(model).__name__}, which is "
-                "sharded where its decoder begins, got one; use shard_batch with "
-                "shard_at='decoder'"
+                "expected no batch of deal_batch or fold in the call of "
+                f"{type(model).__name__}, which is sharded where its decoder begins, got one; use "
+                "shard_batch with shard_at='decoder'"
             )
         if getattr(model, CALLED, False):
             check_arguments(model, args, kwargs)

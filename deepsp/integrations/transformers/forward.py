@@ -13,6 +13,7 @@ from deepsp.ranks.groups import Member
 
 if TYPE_CHECKING:
     from deepsp.data.documents import Deal
+    from deepsp.data.fold import Fold
     from deepsp.integrations.transformers.masks import Masks
     from deepsp.integrations.transformers.mixers import Sequence
     from deepsp.integrations.transformers.multimodal import Door
@@ -69,7 +70,8 @@ class Forward:
     """The model whose arguments are prepared already, when it is called."""
     is_check: bool = False
     """Whether it is a check's dry run, in which nothing may be sent."""
-    deal: Deal | None = None
+    deal: Deal | Fold | None = None
+    """How documents were dealt out, or folded into a tree."""
     has_mixers: bool = False
     """Whether the model has recurrent layers."""
     mask: Masks | None = None

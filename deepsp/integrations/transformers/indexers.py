@@ -149,7 +149,7 @@ class Keys(StandIn):
                 raise ValueError(ONE_DOCUMENT.format(cls, "which sees all earlier tokens of a row"))
             return
         if masks.deal is not None:
-            raise ValueError(f"expected no deal {refused}; use shard_batch")
+            raise ValueError(f"expected no deal or fold {refused}; use shard_batch")
         self._check_mask(masks, cls)
         if hasattr(self._indexer, "block_size") and masks.is_packed:
             why = "whose indexer counts blocks from its beginning"

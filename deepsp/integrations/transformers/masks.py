@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from deepsp.data import last_batch
+from deepsp.data.fold import Fold
 from deepsp.data.same_batch import carried, compare_carried
 from deepsp.integrations.transformers.forward import running
 from deepsp.integrations.transformers.patterns import (
@@ -171,7 +172,15 @@ class Masks:
                 "with a deal, got another mask; use shard_batch"
             )
         longest = max(self.deal.lengths, default=0)
-        return Ranges(pattern.right == 0, None, pattern.window_size(longest))
+        window = pattern.window_size(longest)
+        if not isinstance(self.deal, Fold):
+            return Ranges(pattern.right == 0, None, window)
+        if pattern.right != 0 or pattern.chunk is not None:
+            raise ValueError(
+                "expected causal attention, maybe within a window, with folded prefixes, got "
+                "another mask; leave fold_prefixes out"
+            )
+        return Ranges(True, self.deal.segments.documents, window)
 
     def _ranges(self, counts: bool) -> Ranges | None:
         """``counts``: whether all positions count each row's tokens from 0."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from deepsp.data import last_batch
+from deepsp.data.fold import Fold
 from deepsp.integrations.transformers import balance
 from deepsp.integrations.transformers.forward import REGISTRATIONS, running
 from deepsp.integrations.transformers.masks import check_padding, check_positions, count_on
@@ -223,6 +224,7 @@ def _balanced(original: Callable, *args, **kwargs) -> Tensor | int:
         over=member_of(call.loss.group),
         average_gradients=call.loss.average_gradients,
         real_rows=call.real_rows,
+        fold=call.deal if isinstance(call.deal, Fold) else None,
     )
 
 
@@ -249,8 +251,9 @@ def _sequence_of(original: Callable, config, inputs_embeds, attention_mask=None,
         return original(config, inputs_embeds, attention_mask, *args, **kwargs)
     if call.deal is not None:
         raise ValueError(
-            "expected no batch of deal_batch in a model with recurrent layers, whose tokens must "
-            "be in order on the ranks; use shard_batch"
+            "expected no batch of deal_batch, and no folded prefixes, in a model with recurrent "
+            "layers, whose tokens must be in order on the ranks; use shard_batch, or leave "
+            "fold_prefixes out"
         )
     padding = attention_mask if isinstance(attention_mask, Tensor) else None
     padding = padding if padding is not None and padding.dim() == 2 else None

@@ -66,7 +66,9 @@ def _refused(run: Run) -> Iterator[tuple[str, Any, str]]:
             f"Trainer doesn't shift the labels of {model} then; deepsp.causal_lm_loss in a loop of "
             "your own does",
         )
-        yield "mix_lengths", options.mix_lengths, f"{model} is sharded where its decoder begins"
+        for name in ("mix_lengths", "fold_prefixes"):
+            why = f"{model} is sharded where its decoder begins"
+            yield name, getattr(options, name), why
     if is_classifier(run.base) and options.compiled is None:
         for name in ("own_batches", "mix_lengths", "without_logits", "local_loss"):
             yield name, getattr(options, name), f"{model} computes a loss of full rows itself"
@@ -90,8 +92,14 @@ def _refused(run: Run) -> Iterator[tuple[str, Any, str]]:
     if options.compiled is not None:
         yield from _refused_compiled(run)
         return
-    if options.mix_lengths and any(mixers_in(run.base)):
-        yield "mix_lengths", True, f"recurrent layers of {model} need the tokens in order"
+    for name in ("mix_lengths", "fold_prefixes"):
+        if getattr(options, name) and any(mixers_in(run.base)):
+            yield name, True, f"recurrent layers of {model} need the tokens in order"
+    names = {cls.__name__ for cls in type(trainer).__mro__}
+    folds = names & {"DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer"}
+    if not folds or names & {"AsyncGRPOTrainer"}:
+        why = "only DPO, KTO, GRPO, RLOO and reward models have rows that begin alike"
+        yield "fold_prefixes", options.fold_prefixes, why
     if options.local_loss:
         yield "mix_lengths with local_loss", options.mix_lengths, "tokens would be in another order"
         yield "compute_loss_func with local_loss", trainer.compute_loss_func, "it gets full rows"
@@ -113,7 +121,7 @@ def _refused(run: Run) -> Iterator[tuple[str, Any, str]]:
 
 def _refused_compiled(run: Run) -> Iterator[tuple[str, Any, str]]:
     trainer, options = run.trainer, run.options
-    for name in ("without_logits", "mix_lengths", "local_loss"):
+    for name in ("without_logits", "mix_lengths", "fold_prefixes", "local_loss"):
         why = "the model computes the loss itself, from full batches"
         yield f"{name} with compiled", getattr(options, name), why
     set_here = sorted(set(_OF_THE_TRAINER) & set(options.compiled))

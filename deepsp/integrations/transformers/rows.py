@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from deepsp.data.deal_batch import dealt_batch, documents_of
 from deepsp.data.documents import Deal, deal_documents
+from deepsp.data.fold import Fold, fold_documents, folded_batch
 from deepsp.data.roles import TOKENS, leaves_of, name_of
 from deepsp.data.same_batch import compare_batches
 from deepsp.data.sharding import unshard
@@ -58,7 +59,7 @@ class _Share:
     rows: int
     """The rows of this rank's part."""
     lens: list[int]
-    deal: Deal | None = None
+    deal: Deal | Fold | None = None
     valid: Tensor | None = None
     """[B, S]: the tokens that were dealt out."""
 
@@ -71,6 +72,8 @@ class _Share:
         that averages gradients."""
         if self.deal is None:
             full = unshard(x, 1, self.member, self.lens)
+        elif isinstance(self.deal, Fold):
+            full = self.deal.unfold(x, self.member)
         else:
             tokens = self.deal.unshard(x, self.member)[0]
             full = tokens.new_zeros(*self.valid.shape, *tokens.shape[1:])
@@ -107,6 +110,10 @@ class FullRows:
 
     mixes_lengths = False
     """Whether documents are dealt out, in training."""
+    folds_prefixes = False
+    """Whether what rows begin with alike goes through the model once."""
+    folded: tuple[int, int] = (0, 0)
+    """The tokens of all calls' rows so far, and those that went through the model."""
     outputs = "all"
     """What a call that asks for a loss returns besides: "all" results, or the "loss" only. Logits
     of all tokens take [B, S, V] on every rank."""
@@ -242,6 +249,8 @@ class FullRows:
 
     def _sharded(self, base: nn.Module, batch: dict[str, Any]) -> tuple[dict[str, Any], _Share]:
         how = {"roles": self.roles, "inputs": self.inputs}
+        if self.folds_prefixes:
+            return self._folded(base, batch, how)
         if not (self.mixes_lengths and base.training):
             local, lens = local_batch(batch, self.member, shard_at=self.shard_at, **how)
             rows = next(len(local[n]) for n in TOKENS if n in local)
@@ -253,6 +262,19 @@ class FullRows:
         tokens = {n: x[index.to(x.device)] for n, x in documents.tokens.items()}
         share = _Share(self.member, 1, deal.seq_lens, deal, documents.valid)
         return dealt_batch(tokens, documents, deal), share
+
+    def _folded(self, base: nn.Module, batch: dict[str, Any], how) -> tuple[dict, _Share]:
+        if "shift_labels" in batch and not batch.get("fused_lm_head"):
+            raise ValueError(
+                f"expected no labels in the call of {type(base).__name__} with fold_prefixes, "
+                "since its loss would count shared tokens once, got some; leave fold_prefixes out"
+            )
+        compare_batches([(name_of(p), x) for p, x in leaves_of(batch)], self.member, ADVICE)
+        documents = documents_of(batch, -100, **how)
+        fold = fold_documents(documents, self.member[1])
+        self.folded = (self.folded[0] + len(fold.places), self.folded[1] + len(fold.sources))
+        share = _Share(self.member, 1, fold.seq_lens, fold)
+        return folded_batch(documents, fold, self.member[0]), share
 
     @_disable_dynamo
     def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):

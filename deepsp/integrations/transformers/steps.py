@@ -114,6 +114,7 @@ class FullStep:
         how = {"query_parts": options.query_parts, "deal_images": options.deal_images}
         inner = run.trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
         rows = FullRows(inner, run.groups.group, options.without_logits, options.roles, **how)
+        rows.folds_prefixes = options.fold_prefixes
         self.rows.append(rows)
         if run.trainer.label_smoother is not None and not run.is_of_trl:
             rows.label_smoothing = run.trainer.args.label_smoothing_factor

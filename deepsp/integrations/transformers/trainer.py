@@ -51,6 +51,7 @@ class Options:
     without_logits: bool = False
     query_parts: int | str = "auto"
     mix_lengths: bool = False
+    fold_prefixes: bool = False
     compiled: bool | Mapping[str, Any] | None = None
     own_batches: bool = False
     deal_images: bool = False
@@ -84,6 +85,8 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
     - ``mix_lengths``: trains on documents that are dealt out over the ranks, as by
       :func:`deepsp.deal_batch`, so that ranks share only those that are long. Evaluation shards
       batches as without it.
+    - ``fold_prefixes``: for DPO, KTO, GRPO, RLOO and reward models: what rows of a batch begin with
+      alike, such as a prompt, goes through the models once (:func:`deepsp.fold`).
     - ``own_batches``: each rank loads b rows of its own, as without groups, so that a step trains
       on b * N samples. The group trains on its ranks' batches in turns, or, with ``mix_lengths``,
       on all at once. Steps equal those of the same training on N processes. Evaluation shares

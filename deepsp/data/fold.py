@@ -1,0 +1,221 @@
+"""Batches whose sequences begin alike: what they share goes through a model once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepsp.data.borders import Segments
+from deepsp.data.deal_batch import Documents, dealt_batch, documents_of
+from deepsp.data.roles import leaves_of, name_of, named_values
+from deepsp.data.same_batch import ADVICE, compare_batches
+from deepsp.data.sharding import unshard
+from deepsp.ranks.groups import Group, member_of
+
+
+class Fold:
+    """The tokens of a batch's sequences as a tree in one row: what :func:`fold` returns.
+
+    Attributes:
+        segments: the tree (:class:`deepsp.Segments`).
+        seq_lens: the number of tokens of the row that each rank holds.
+        sources: int64 [T], for each token of the row, which of the sequences' tokens it is (the
+            first of those that share it).
+        places: int64 [N], for each of the sequences' tokens, its token in the row.
+        valid: bool [B, S], which tokens of the batch the sequences have; the others are padding.
+        lengths: the number of tokens of each sequence.
+    """
+
+    makes_positions = False
+
+    def __init__(
+        self,
+        segments: Segments,
+        sources: Tensor,
+        places: Tensor,
+        valid: Tensor,
+        lengths: Sequence[int],
+        ranks: int,
+    ):
+        self.segments, self.sources, self.places = segments, sources, places
+        self.valid, self.lengths = valid, list(lengths)
+        self.seq_lens = list(torch.ops.deepsp.token_split(len(sources), ranks))
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.lengths)} sequences of {len(self.places)} tokens, {len(self.sources)} in "
+            f"the row, in {len(self.segments.lengths)} segments"
+        )
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that is the same on all ranks with the same fold, and hardly on others."""
+        told = repr((self.segments.lengths, self.segments.parents, self.seq_lens)).encode()
+        return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
+
+    def counts(self, real_rows: Tensor | None = None) -> Tensor:
+        """int64 [T]: how many sequences have each token of the row. ``real_rows``: [B], in these
+        rows of the batch; None: in all."""
+        places = self.places
+        if real_rows is not None:
+            places = places[real_rows.cpu().bool()[:, None].expand_as(self.valid)[self.valid.cpu()]]
+        return torch.bincount(places, minlength=len(self.sources))
+
+    def tokens(self, rank: int) -> Tensor:
+        """The tokens of a rank: int64 [S_r], indices into those of all sequences, one after
+        another."""
+        return self.sources.split(self.seq_lens)[rank]
+
+    def unfold(self, tensor: Tensor, group: Group = None) -> Tensor:
+        """All sequences' tokens, padding included, on every rank. Differentiable: a token that
+        sequences share gets the sum of their gradients. All ranks must use the result alike, as
+        that of :func:`deepsp.unshard`.
+
+        Args:
+            tensor: [1, S_r, ...], this rank's tokens.
+            group: the sequence group.
+
+        Returns:
+            [B, S, ...], 0 in padding.
+        """
+        row = unshard(tensor, 1, group, self.seq_lens)[0]
+        tokens = row[self.places.to(row.device)]
+        full = tokens.new_zeros(*self.valid.shape, *tokens.shape[1:])
+        where = self.valid.to(tokens.device)
+        return full.masked_scatter(where.view(*where.shape, *[1] * (tokens.dim() - 1)), tokens)
+
+
+def fold(
+    batch: Mapping[str, Any],
+    group: Group = None,
+    *,
+    ignore_index: int = -100,
+    roles: Mapping[str, str] | None = None,
+) -> tuple[dict[str, Any], Fold]:
+    """Folds the sequences of a batch, which every rank has in full, into one row in which what they
+    begin with alike stands once, and shards it: in the place of :func:`deepsp.shard_batch` where
+    rows share prompts, such as several completions of one. ::
+
+        local, fold = deepsp.fold({"input_ids": ids, "attention_mask": mask, "labels": labels})
+        hidden = model.model(**{n: local[n] for n in ("input_ids", "position_ids", "deal")})[0]
+        log_probs = deepsp.token_log_probs(hidden, weight, local["shift_labels"])
+        log_probs = fold.unfold(log_probs)  # [B, S], on every rank
+
+    Sequences share a token where all that the batch says of it and of those before it is equal: its
+    id, position and label among them. So the last token of a prompt, whose labels differ, stands
+    once for each completion. Every rank finds the same tree, in time linear in tokens. Losses and
+    gradients are those of the rows, without dropout.
+
+    Args:
+        batch: as for :func:`deepsp.deal_batch`.
+        group: the sequence group.
+        ignore_index: the label of tokens that don't count.
+        roles: as in ``shard_batch``.
+
+    Returns:
+        The local batch, and the fold. In the batch each tensor is [1, S_r, ...], this rank's tokens
+        of the row; ``shift_labels`` replaces ``labels``; ``position_ids`` are those of the batch,
+        or count from 0 in each sequence; ``deal`` is the fold, which a model of transformers with
+        deepsp's attention takes as an argument. In a model of your own, pass ``fold.segments`` as
+        ``documents`` to :func:`deepsp.distributed_attention`, with ``is_causal=True``.
+
+    Raises:
+        ValueError: as ``deal_batch``.
+    """
+    values = named_values(batch, 1)
+    compare_batches([(name_of(path), x) for path, x in leaves_of(values)], group, ADVICE)
+    documents = documents_of(batch, ignore_index, roles=roles)
+    member = member_of(group)
+    folded = fold_documents(documents, member[1])
+    return folded_batch(documents, folded, member[0]), folded
+
+
+def folded_batch(documents: Documents, folded: Fold, rank: int) -> dict[str, Any]:
+    """The batch of a rank's tokens, and the fold."""
+    index = folded.tokens(rank)
+    tokens = {n: x[index.to(x.device)] for n, x in documents.tokens.items()}
+    return dealt_batch(tokens, documents, folded)
+
+
+def fold_documents(documents: Documents, ranks: int) -> Fold:
+    """The tree of a batch's documents."""
+    count = sum(documents.lengths)
+    told = torch.cat([_bytes(x, count) for x in documents.tokens.values()], 1).numpy()
+    firsts = torch.tensor([0, *documents.lengths]).cumsum(0).tolist()
+    rows = [told[a:b] for a, b in zip(firsts[:-1], firsts[1:], strict=True)]
+    blobs = [row.tobytes() for row in rows]
+    order = sorted(range(len(rows)), key=blobs.__getitem__)  # sequences that begin alike adjoin
+    tree = _Tree()
+    places, sources = torch.empty(count, dtype=torch.int64), []
+    for before, n in zip([None, *order], order, strict=False):
+        alike = 0 if before is None else _alike(rows[before], rows[n])
+        places[firsts[n] : firsts[n + 1]] = tree.add(alike, len(rows[n]))
+        sources.append(torch.arange(firsts[n] + alike, firsts[n + 1]))
+    segments = Segments(*tree.segments())
+    every = torch.cat(sources) if sources else places
+    return Fold(segments, every, places, documents.valid, documents.lengths, ranks)
+
+
+def _bytes(x: Tensor, count: int) -> Tensor:
+    """What a tensor [N, ...] says of each token, uint8 [N, bytes]."""
+    return x.detach().cpu().contiguous().view(count, -1).view(torch.uint8)
+
+
+def _alike(a, b) -> int:
+    """How many tokens two sequences begin with alike."""
+    n = min(len(a), len(b))
+    differs = (a[:n] != b[:n]).any(1)
+    return int(differs.argmax()) if differs.any() else n
+
+
+class _Tree:
+    """Sequences, in an order in which those that begin alike adjoin. Each adds a run of its own
+    tokens, which later ones may leave at any token."""
+
+    def __init__(self):
+        self.runs: list[tuple[int, int, int]] = []
+        """The parent's number, and how many tokens of a sequence come before and until its end."""
+        self.shifts: list[int] = []
+        """From a token's place in its sequences to that in the row."""
+        self.count = 0
+        self.cuts: list[set[int]] = []
+        """Where others leave it."""
+        self.path: list[int] = []
+        """The runs of the last sequence."""
+
+    def add(self, alike: int, length: int) -> Tensor:
+        """The tokens in the row of a sequence that is as the one before for so many tokens."""
+        while self.path and self.runs[self.path[-1]][1] >= alike:
+            self.path.pop()
+        parent = self.path[-1] if self.path else -1
+        if parent >= 0:
+            self.cuts[parent].add(alike)
+        self.path.append(len(self.runs))
+        self.runs.append((parent, alike, length))
+        self.shifts.append(self.count - alike)
+        self.count += length - alike
+        self.cuts.append(set())
+        ends = [self.runs[n][1] for n in self.path[1:]] + [length]
+        return torch.cat(
+            [
+                torch.arange(self.runs[n][1], end) + self.shifts[n]
+                for n, end in zip(self.path, ends, strict=True)
+            ]
+        )
+
+    def segments(self) -> tuple[list[int], list[int]]:
+        """Lengths and parents of the segments into which the runs are cut."""
+        lengths, parents, numbers = [], [], {(-1, 0): -1}
+        for run, (parent, begin, end) in enumerate(self.runs):
+            above = numbers[parent, begin]
+            for cut in sorted((self.cuts[run] | {end}) - {begin}):
+                lengths.append(cut - begin)
+                parents.append(above)
+                above = numbers[run, cut] = len(lengths) - 1
+                begin = cut
+        return lengths, parents
