@@ -300,6 +300,36 @@ def _rl():
     assert names["plan"].total > 2**34 and len(names["trainer"].state.log_history) > 0
 
 
+def _prefixes():
+    from deepsp.integrations.transformers import register
+
+    given = {"per_device_train_batch_size": 4, "eval_strategy": "no", "max_steps": 1, "bf16": False}
+    training = given | {"use_cpu": True, "report_to": [], "save_strategy": "no"}
+    model = tiny()
+    ids = torch.randint(5, 40, (4, 20), generator=torch.Generator().manual_seed(0))
+    ids[:, :7] = ids[0, :7]
+    mask = torch.ones_like(ids)
+    mask[1, 10:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :6] = -100
+    generator = torch.Generator().manual_seed(1)
+    whole = [torch.randn(1, 16, h, 8, generator=generator) for h in (4, 2, 2)]
+    q, k, v = (deepsp.shard(x, 1) for x in whole)
+    names = {"policy": tiny(), "prompts": pairs(8).remove_columns(["chosen", "rejected"])}
+    names |= {"reward": reward_of, "tokenizer": tokenizer(splits=True), "training": training}
+    names |= {"model": model, "ids": ids, "mask": mask, "labels": labels, "q": q, "k": k, "v": v}
+    names["advantages"] = torch.linspace(-1, 1, 80).view(4, 20)
+    with launched(), installed():
+        register()
+        model.set_attn_implementation("deepsp")
+        names = run("prefixes", names)
+    assert str(names["fold"]) in PAGES["prefixes"].read_text()
+    path = [*range(10), *range(12, 16)]
+    expected = attention(*(x[:, path] for x in whole), is_causal=True)[:, 10:]
+    found = deepsp.unshard(names["out"], 1)[:, 12:]
+    torch.testing.assert_close(found, expected)
+
+
 def _memory():
     torch.manual_seed(0)
     model = make("Llama")
@@ -511,6 +541,7 @@ RUNS = {
     "ops": (_ops, 2),
     "trainer": (_trainer, 2),
     "rl": (_rl, 2),
+    "prefixes": (_prefixes, 2),
     "transport": (_transport, 2),
 }
 ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loops.py
@@ -522,7 +553,16 @@ def test_snippets(page):
     # DeepSpeed and transformers keep state of the process.
     apart = (
         page
-        if page in ("deepspeed", "transformers", "losses-and-data", "trainer", "rl", "multimodal")
+        if page
+        in (
+            "deepspeed",
+            "transformers",
+            "losses-and-data",
+            "trainer",
+            "rl",
+            "multimodal",
+            "prefixes",
+        )
         else ""
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -164,7 +164,7 @@ def _one_loss(through):
     lens = lens_of("split", S, dist.get_world_size())
     rank = dist.get_rank()
     for options in ({}, {"kv_chunk": 5}, {"exchange": "keys"}):
-        whole = [x.requires_grad_() for x in draw_qkv(1, S, 4, 2, 6, 6)]
+        whole = [x.requires_grad_() for x in draw_qkv(1, S, 4, 2, 6, 5)]
         mine = [x.split(lens, 1)[rank] for x in whole]
         found = deepsp.distributed_attention(
             *mine, is_causal=True, enable_gqa=True, return_lse=True, seq_lens=lens, **options
