@@ -129,7 +129,10 @@ def test_a_loop(size, of):
 
 
 def _refuses():
+    from transformers import BertConfig, BertModel
+
     from deepsp.integrations.transformers import register
+    from deepsp.integrations.transformers.rows import FullRows
 
     register()
     for of, words in (
@@ -141,9 +144,22 @@ def _refuses():
         local, _ = deepsp.fold(_batch(0))
         with pytest.raises(ValueError, match=words):
             model(**local)
+    batch = _batch(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+    bert = BertModel(BertConfig(num_hidden_layers=1, **sizes), add_pooling_layer=False)
+    bert.set_attn_implementation("deepsp")
+    local, _ = deepsp.fold({n: batch[n] for n in ("input_ids", "attention_mask")})
+    with pytest.raises(
+        ValueError, match=r"expected causal attention, .*, got another mask; use sh"
+    ):
+        bert(**local)
+    model = tiny()
+    FullRows(model, None).folds_prefixes = True
+    with pytest.raises(ValueError, match="expected no labels in the call of LlamaForCausalLM with"):
+        model(**batch)
     model = tiny()
     model.set_attn_implementation("deepsp")
-    with pytest.raises(ValueError, match="input_ids.*, a full tensor, to be the same on every"):
+    with pytest.raises(ValueError, match=r"input_ids.*, a full tensor, to be the same on every"):
         model(**deepsp.fold(_batch(dist.get_rank()))[0])
 
 

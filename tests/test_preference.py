@@ -3,11 +3,13 @@ process."""
 
 import itertools
 
+import by_trl
 import pytest
 import torch
+import trl
 from by_trl import check_folded, made, reference_of, reinforced, reward_of, same
 from harness import on_ranks
-from trained import launched, logs, pairs
+from trained import arguments, launched, logs, pairs, tiny, tokenizer
 
 
 def _judged(count, seed=0):
@@ -198,6 +200,20 @@ def _refusals():
         cls, given = made(name, 2, evaluates=False, **arguments)
         return cls(train_dataset=_ROWS.get(name, pairs)(8), **{**given, **more})
 
+    def sft():
+        cls, more = by_trl.of_class("SFT", 2)
+        return cls(
+            model=tiny(),
+            args=arguments(trl.SFTConfig, eval_strategy="no"),
+            processing_class=tokenizer(splits=True),
+            train_dataset=pairs(4).rename_column("chosen", "completion"),
+            fold_prefixes=True,
+            **more,
+        )
+
+    of = "qwen3_next"
+    recurrent = {"of": of, "router_aux_loss_coef": 0.0}
+
     async def later():
         pass
 
@@ -206,6 +222,14 @@ def _refusals():
         (
             lambda: trainer("DPO", mix_lengths=True),
             r"no mix_lengths in a sequence-parallel DPOTrainer, since the rows of a batch belong",
+        ),
+        (
+            lambda: trainer("DPO", recurrent, ref_model=reference_of(of), fold_prefixes=True),
+            r"no fold_prefixes in .*DPOTrainer, since recurrent layers of Qwen3Next.* need the",
+        ),
+        (
+            sft,
+            r"no fold_prefixes in .*SFTTrainer, since only DPO, KTO, GRPO, RLOO and reward models",
         ),
         (lambda: trainer("KTO", compute_metrics=print), r"no compute_metrics in .*KTOTrainer"),
         (lambda: trainer("RLOO", batching), r"no use_transformers_continuous_batching in a seq"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -147,7 +148,7 @@ def fold_documents(documents: Documents, ranks: int) -> Fold:
     count = sum(documents.lengths)
     told = torch.cat([_bytes(x, count) for x in documents.tokens.values()], 1).numpy()
     firsts = torch.tensor([0, *documents.lengths]).cumsum(0).tolist()
-    rows = [told[a:b] for a, b in zip(firsts[:-1], firsts[1:], strict=True)]
+    rows = [told[begin:end] for begin, end in itertools.pairwise(firsts)]
     blobs = [row.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=blobs.__getitem__)  # sequences that begin alike adjoin
     tree = _Tree()

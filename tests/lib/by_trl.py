@@ -10,7 +10,7 @@ from harness import on_ranks
 from trained import arguments, logs, one_process, pairs, run_launched, tiny, tokenizer, under_fsdp
 
 
-def _class(name, size):
+def of_class(name, size):
     import trl
 
     cls = getattr(trl, f"{name}Trainer")
@@ -49,7 +49,7 @@ def made(
     import trl
     from peft import LoraConfig
 
-    cls, more = _class(name, size)
+    cls, more = of_class(name, size)
     if folds and size > 1:
         more["fold_prefixes"] = True
     if fsdp and size > 1:

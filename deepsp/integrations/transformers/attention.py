@@ -71,7 +71,8 @@ def attention(
     if masks.deal is not None and (core != "auto" or dropout > 0):
         raise ValueError(
             "expected core 'auto' and no dropout with a batch that deal_batch made, or folded "
-            f"prefixes, got {core!r} and {dropout}; register with core='auto', and set attention_dropout to 0"
+            f"prefixes, got {core!r} and {dropout}; register with core='auto', and set "
+            "attention_dropout to 0"
         )
     if core not in ("auto", "sdpa"):
         more |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **own}

@@ -178,7 +178,7 @@ class Masks:
         if pattern.right != 0 or pattern.chunk is not None:
             raise ValueError(
                 "expected causal attention, maybe within a window, with folded prefixes, got "
-                "another mask; leave fold_prefixes out"
+                "another mask; use shard_batch, or leave fold_prefixes out"
             )
         return Ranges(True, self.deal.segments.documents, window)
 
