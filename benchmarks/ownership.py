@@ -6,6 +6,7 @@ drawn is what the layout ops say, which all of deepsp uses: torch.ops.deepsp.tok
 head_split. A kv head that several ranks' query heads read has stripes of all their colours: a copy
 of it goes to each of them. Dark lines are the borders of the blocks that travel.
 
+With --tree: who sees whom among completions of one prompt, in rows and folded.
 With --keys: who computes which scores where keys travel instead, and which keys an indexer chose.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 import bench
 import torch
 
-import deepsp  # noqa: F401  (registers the ops)
+import deepsp
 
 COLOURS = ["#4c78a8", "#f2a93b", "#59a76a", "#c9566b", "#8f6bb3", "#4fb3bf", "#9c755f", "#b5bd4c"]
 GAP = 1  # columns between query heads and kv heads
@@ -179,6 +180,35 @@ def draw_keys(tokens: int, ranks: int, chosen: int, file: Path) -> None:
         )
 
 
+def draw_tree(file: Path) -> None:
+    """A prompt with three completions: who sees whom in rows, and in the folded row."""
+    prompt, completions = 6, (3, 2, 4)
+    tree = deepsp.Segments([prompt, *completions], [-1, 0, 0, 0])
+    alone = [n for c in completions for n in (prompt, c)]
+    rows = deepsp.Segments(alone, [n - 1 if n % 2 else -1 for n in range(len(alone))])
+    sizes = [sum(x.lengths) for x in (rows, tree)]
+    with bench.picture(file, 1, 2, dpi=130, figsize=(10.5, 6), width_ratios=sizes) as (_, sides):
+        for axes, shown, title in zip(
+            sides, (rows, tree), ("rows: the prompt three times", "folded: once"), strict=True
+        ):
+            borders = shown.documents.tolist()
+            for n, (begin, end, parent) in enumerate(borders):
+                completion = n // 2 if shown is rows else n - 1
+                colour = "#9a9a9a" if parent < 0 else COLOURS[completion]
+                for query in range(begin, end):
+                    seen = [(begin, query + 1), *([borders[parent][:2]] if parent >= 0 else [])]
+                    for a, b in seen:
+                        axes.fill_between((a, b - 0.06), query, query + 0.94, color=colour, lw=0)
+                name = "prompt" if parent < 0 else f"completion {completion + 1}"
+                look = {"color": colour, "weight": "bold", "size": 8.5, "va": "center"}
+                axes.text(-0.5, (begin + end) / 2, name, ha="right", **look)
+            total = sum(shown.lengths)
+            axes.set(xlim=(0, total), ylim=(total, 0), aspect="equal", xticks=[], yticks=[])
+            axes.set_title(f"{title}, {total} tokens", weight="bold")
+            axes.set_xlabel("keys")
+            axes.spines[:].set_visible(False)
+
+
 def main() -> None:
     parser = bench.parser_of(
         __doc__,
@@ -188,6 +218,7 @@ def main() -> None:
         ranks=(3, "that share the sequence"),
         output=(Path(__file__).parents[1] / "docs" / "ownership.png", "the picture"),
         keys=(0, "draw scores by query and key, of which as many are chosen for each query"),
+        tree=(False, "draw completions of one prompt, and what they see"),
     )
     args = parser.parse_args()
     if not 1 <= args.ranks <= len(COLOURS):
@@ -197,6 +228,9 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     args.output.parent.mkdir(parents=True, exist_ok=True)
+    if args.tree:
+        draw_tree(args.output)
+        return
     if args.keys:
         draw_keys(args.tokens, args.ranks, args.keys, args.output)
         return
