@@ -61,6 +61,11 @@ c10::IValue deal_op(const Given& given) {
   TORCH_CHECK_VALUE(
       linear > 0 && quadratic >= 0 && std::isfinite(linear) && std::isfinite(quadratic),
       "expected finite costs, linear > 0 and quadratic >= 0, got ", linear, " and ", quadratic);
+  const auto given_pairs = given["pairs"].value().toDoubleVector();
+  TORCH_CHECK_VALUE(
+      given_pairs.empty() || given_pairs.size() == lengths.size(),
+      "expected pairs for each of the ", lengths.size(), " documents, got ", given_pairs.size());
+  std::vector<double> pairs;
   int64_t total = 0;
   double cost = 0;
   for (size_t d = 0; d < lengths.size(); ++d) {
@@ -69,7 +74,12 @@ c10::IValue deal_op(const Given& given) {
         lengths[d] <= kMostElements - total, "expected lengths of at most ", kMostElements,
         " tokens in all, got more, at document ", d, "; pass numbers of tokens");
     total += lengths[d];
-    cost += linear * double(lengths[d]) + quadratic * double(lengths[d]) * double(lengths[d]);
+    const double length = double(lengths[d]);
+    pairs.push_back(given_pairs.empty() ? length * length : given_pairs[d]);
+    TORCH_CHECK_VALUE(
+        pairs[d] >= 0 && pairs[d] <= length * length, "expected pairs of document ", d,
+        " from 0 to its length squared, got ", pairs[d]);
+    cost += linear * length + quadratic * pairs[d];
   }
   TORCH_CHECK_VALUE(
       cost < 1e300, "expected a batch to cost less than 1e300, got ", cost, " with ", linear,
@@ -81,7 +91,7 @@ c10::IValue deal_op(const Given& given) {
       max_tokens, " tokens in all, got ", total, "; use max_tokens >= ", needed,
       ", or leave out documents");
   const Deal deal =
-      deal_documents({lengths.begin(), lengths.end()}, ranks, max_tokens, linear, quadratic);
+      deal_documents(lengths.vec(), pairs, ranks, max_tokens, linear, quadratic);
   std::vector<int64_t> found;
   for (const DocumentPlace& place : deal.places) {
     found.push_back(place.level);

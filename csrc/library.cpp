@@ -38,7 +38,7 @@ TORCH_LIBRARY(deepsp, m) {
   // the block's first rank, then for each level the tokens that each rank holds of its documents.
   m.def(
       "deal_documents(int[] lengths, int ranks, int max_tokens, float linear, "
-      "float quadratic) -> int[]",
+      "float quadratic, float[] pairs=[]) -> int[]",
       pure);
   // The cells that a rank computes attention for in a chunk (layout/heads.h), six numbers each: the
   // begin and end of its query heads, and of two ranges of tokens, of `total` in the sequence, the

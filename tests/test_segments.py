@@ -123,6 +123,58 @@ def test_many_leaves():
     torch.testing.assert_close(mine, theirs)
 
 
+def _of_deals(seeds):
+    """Trees that ranks have alone, and trees that they share."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    shared = set()
+    for seed, window in itertools.product(seeds, (None, (5, 0))):
+        trees = [tree_of(seed + n, 5, 3 + 20 * (n == 0), several=False) for n in range(4)]
+        lengths, parents = [], []
+        for tree in trees:
+            parents += [p + len(lengths) if p >= 0 else -1 for p in tree.parents]
+            lengths += tree.lengths
+        tree = deepsp.Segments(lengths, parents)
+        deal = deepsp.deal_documents(tree, size)
+        shared.add(deal.shared > 0)
+        index = deal.tokens(rank)
+        assert torch.equal(deal.positions(rank), tree.positions[0][index])
+        whole = [x.requires_grad_() for x in draw_qkv(1, sum(lengths), 4, 2, 6, 5)]
+        found = deepsp.distributed_attention(
+            *(x[:, index] for x in whole), is_causal=True, enable_gqa=True, deal=deal,
+            window_size=window, return_lse=True,
+        )  # fmt: skip
+        expected = alone(tree, *whole, window=window)
+        grads = [draw(*x.shape, seed=9) for x in expected]
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y[:, index])
+        mine = torch.autograd.grad(found, whole, [g[:, index] for g in grads])
+        theirs = torch.autograd.grad(expected, whole, grads)
+        for x, y in zip(mine, theirs, strict=True):
+            dist.all_reduce(x := x.contiguous())
+            torch.testing.assert_close(x, y)
+    assert size == 1 or True in shared
+    with pytest.raises(ValueError, match="expected is_causal=True with documents that have paren"):
+        deepsp.distributed_attention(*(x[:, index] for x in whole), enable_gqa=True, deal=deal)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_dealt_trees(size):
+    on_ranks(size, _of_deals, range(4))
+
+
+def test_trees_cost_what_sees_each_other():
+    """Eight completions of a prompt are less work than a document of as many tokens."""
+    tree = deepsp.Segments([400, *[100] * 8, 1200], [-1, *[0] * 8, -1])
+    assert tree.pairs() == [400**2 + 8 * 100 * (800 + 100), 1200**2]
+    deal = deepsp.deal_documents(tree, 2, cost=(1.0, 1e-2))
+    assert deal.imbalance <= 0.03
+    assert deepsp.deal_documents([1200, 1200], 2, cost=(1.0, 1e-2)).digest != deal.digest
+    with pytest.raises(ValueError, match="one after another, got 2, whose parent is 0, behind 1"):
+        deepsp.deal_documents(deepsp.Segments([1, 1, 1], [-1, -1, 0]), 2)
+    with pytest.raises(ValueError, match="expected pairs of document 0 from 0 to its length squa"):
+        torch.ops.deepsp.deal_documents([3], 1, 3, 1.0, 1.0, [10.0])
+
+
 # Documents; a window, a softcap, ranges of queries; launches forward.
 ON_GPU = {
     "plain": (([], None, []), 3),  # all triangles, and two rectangles

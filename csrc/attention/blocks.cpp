@@ -65,15 +65,14 @@ bool covers(const Piece& piece, Range tokens, const at::Tensor& x) {
 template <class Start, class Visit, class End>
 void walk(const Piece& piece, Band band, const Start& start, const Visit& visit, const End& end) {
   const bool banded = piece.sight == Sight::kBand;
-  const int64_t ahead = piece.ahead;
   for (int64_t q = piece.queries.begin; q < piece.queries.end; q += kQueries) {
     const Range queries = {q, std::min(q + kQueries, piece.queries.end)};
     Range keys = piece.keys;
     if (banded && band.left != kUnlimited) {
-      keys.begin = std::max(keys.begin, queries.begin + ahead - band.left);
+      keys.begin = std::max(keys.begin, queries.begin + piece.ahead - band.left);
     }
     if (banded && band.right != kUnlimited) {
-      keys.end = std::min(keys.end, queries.end + ahead + band.right);
+      keys.end = std::min(keys.end, queries.end + band.right);
     }
     if (piece.sight == Sight::kCausal) {
       keys.end = std::min(keys.end, queries.end);

@@ -252,6 +252,7 @@ std::vector<int64_t> block_widths(int64_t ranks) {
 
 Deal deal_documents(
     const std::vector<int64_t>& lengths,
+    const std::vector<double>& pairs,
     int64_t ranks,
     int64_t max_tokens,
     double linear,
@@ -261,11 +262,10 @@ Deal deal_documents(
   int64_t total = 0;
   double cost = 0;
   for (size_t d = 0; d < lengths.size(); ++d) {
-    const double length = lengths[d];
     total += lengths[d];
-    cost += linear * length + quadratic * length * length;
+    cost += linear * double(lengths[d]) + quadratic * pairs[d];
     if (lengths[d] > 0) {
-      documents.push_back({d, lengths[d], quadratic * length * length});
+      documents.push_back({d, lengths[d], quadratic * pairs[d]});
     }
   }
   std::stable_sort(documents.begin(), documents.end(), [](const Document& a, const Document& b) {

@@ -25,8 +25,8 @@ struct Deal {
   std::vector<std::vector<int64_t>> lens;  // by level and rank: tokens of that level's documents
 };
 
-// A rank costs `linear` for each token that it holds, and quadratic * length^2 / width for each
-// document of its blocks.
+// A rank costs `linear` for each token that it holds, and quadratic * pairs / width for each
+// document of its blocks. pairs: by document, its length squared, or what is to stand for it.
 //
 // - No rank holds more than max_tokens.
 // - With m as the mean cost of the ranks, no rank costs more than 1.03 * m or m + linear,
@@ -38,6 +38,7 @@ struct Deal {
 // max_tokens < 2^63; 0 < linear; 0 <= quadratic; all costs are finite.
 Deal deal_documents(
     const std::vector<int64_t>& lengths,
+    const std::vector<double>& pairs,
     int64_t ranks,
     int64_t max_tokens,
     double linear,

@@ -264,9 +264,6 @@ void add_band(const Piece& piece, Band band, std::vector<KernelCall>& calls) {
   if (band.left != kUnlimited) {
     band.left -= piece.ahead;
   }
-  if (band.right != kUnlimited) {
-    band.right += piece.ahead;
-  }
   const auto add = [&](const Piece& part, int64_t right) {
     const int64_t left =
         band.left == kUnlimited ? kUnlimited : band.left + part.keys.end - part.queries.end;

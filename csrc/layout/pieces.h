@@ -43,7 +43,7 @@ struct Piece {
   Range keys;
   Sight sight = Sight::kAll;
   int64_t before = 0;  // tokens before these queries that have none
-  int64_t ahead = 0;   // a query at i is i + ahead where the band is counted along its keys
+  int64_t ahead = 0;   // a query at i is at i + ahead among its keys, of an ancestor
 };
 
 // What queries see of the keys in a range of tokens: every pair once, no pair that a document or

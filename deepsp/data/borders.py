@@ -68,6 +68,39 @@ class Segments:
             object.__setattr__(self, name, value)
 
 
+    def trees(self) -> list[list[tuple[int, int, int]]]:
+        """For each tree, where its segments begin and end among its tokens, and their parents.
+
+        Raises:
+            ValueError: a segment stands behind another tree than its parent's.
+        """
+        found: list[list[tuple[int, int, int]]] = []
+        root = 0
+        for n, parent in enumerate(self.parents):
+            if parent < 0:
+                root = n
+                found.append([])
+            elif parent < root:
+                raise ValueError(
+                    f"expected the segments of each tree one after another, got {n}, whose parent "
+                    f"is {parent}, behind {root}, which begins another; put each next to its tree"
+                )
+            begin = found[-1][-1][1] if found[-1] else 0
+            found[-1].append((begin, begin + self.lengths[n], max(-1, parent - root)))
+        return found
+
+    def pairs(self) -> list[int]:
+        """For each tree, twice as many pairs of tokens as see each other: n * n of a tree of one
+        segment, about."""
+        found, depths = [], []
+        for length, parent in zip(self.lengths, self.parents, strict=True):
+            depths.append(0 if parent < 0 else depths[parent] + self.lengths[parent])
+            if parent < 0:
+                found.append(0)
+            found[-1] += length * (2 * depths[-1] + length)
+        return found
+
+
 def ranges_of(
     documents: Tensor | Segments, batch: int, length: int, *, tree: bool = False
 ) -> Tensor:

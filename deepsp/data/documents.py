@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from deepsp.data.borders import Segments
 from deepsp.data.sharding import unshard
 from deepsp.ranks.groups import Group
 
@@ -36,6 +37,7 @@ class Deal:
         lens: by level and rank, the number of tokens that the rank holds of documents of that
             level.
         cost: the cost of a token, and of a document of n tokens as a multiple of n * n.
+        segments: where documents are trees, the row of all of them.
         seq_lens: the number of tokens of each rank.
     """
 
@@ -45,6 +47,7 @@ class Deal:
     places: list[tuple[int, int]]
     lens: list[list[int]]
     cost: tuple[float, float]
+    segments: Segments | None = None
     seq_lens: list[int] = field(init=False)
     makes_positions = False
     """Whether :func:`deepsp.deal_batch` made the batch's positions, which count from 0 in each
@@ -54,12 +57,18 @@ class Deal:
         self.seq_lens = [sum(tokens) for tokens in zip(*self.lens, strict=True)]
         # By level and block. Made now: compiled code reads them.
         borders = [[[] for _ in range(0, self.ranks, width)] for width in self.widths]
-        for n, (level, first) in zip(self.lengths, self.places, strict=True):
+        trees = [[(0, n)] * (n > 0) for n in self.lengths]
+        columns = 2
+        if self.segments is not None:
+            trees, columns = self.segments.trees(), 3
+        for tree, (level, first) in zip(trees, self.places, strict=True):
             of_block = borders[level][first // self.widths[level]]
-            begin = of_block[-1][1] if of_block else 0
-            of_block += [(begin, begin + n)] * (n > 0)
+            begin, count = of_block[-1][1] if of_block else 0, len(of_block)
+            for a, b, *parent in tree:
+                parent = [n + count if n >= 0 else -1 for n in parent]
+                of_block.append((begin + a, begin + b, *parent))
         self._ranges = [
-            [torch.tensor(x, dtype=torch.int64).view(-1, 2) for x in of_level]
+            [torch.tensor(x, dtype=torch.int64).view(-1, columns) for x in of_level]
             for of_level in borders
         ]
 
@@ -106,7 +115,8 @@ class Deal:
         Raises:
             ValueError: there is no such rank.
         """
-        return self._of_rank(rank)[1]
+        tokens, positions = self._of_rank(rank)
+        return positions if self.segments is None else self.segments.positions[0][tokens]
 
     def documents(self, rank: int) -> list[Tensor]:
         """Where documents begin and end in the sequences of a rank's blocks.
@@ -117,7 +127,7 @@ class Deal:
         Returns:
             For each level, int64 [n, 2]: begin and end of each document that has tokens, in the
             sequence of the rank's block; [0, 2] where the rank has no block, or the block no
-            documents.
+            documents. Of trees, [n, 3]: their segments, with their parents.
 
         Raises:
             ValueError: there is no such rank.
@@ -128,7 +138,7 @@ class Deal:
     @cached_property
     def digest(self) -> int:
         """A number that is the same on all ranks with the same deal, and hardly on others."""
-        told = repr((self.lengths, self.places, self.lens)).encode()
+        told = repr((self.lengths, self.places, self.lens, self.segments)).encode()
         return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
 
     @property
@@ -136,10 +146,13 @@ class Deal:
         """The cost of each rank: of its tokens, and of its part of the attention."""
         linear, quadratic = self.cost
         costs = [linear * n for n in self.seq_lens]
-        for n, (level, first) in zip(self.lengths, self.places, strict=True):
+        pairs = [n * n for n in self.lengths]
+        if self.segments is not None:
+            pairs = self.segments.pairs()
+        for n, (level, first) in zip(pairs, self.places, strict=True):
             width = self.widths[level]
             for rank in range(first, first + width):
-                costs[rank] += quadratic * n * n / width
+                costs[rank] += quadratic * n / width
         return costs
 
     @property
@@ -213,7 +226,7 @@ class Deal:
 
 
 def deal_documents(
-    lengths: Sequence[int],
+    lengths: Sequence[int] | Segments,
     ranks: int,
     max_tokens: int | None = None,
     *,
@@ -229,7 +242,8 @@ def deal_documents(
     result depends on nothing but the arguments: every rank may call it, and all get the same.
 
     Args:
-        lengths: the number of tokens of each document.
+        lengths: the number of tokens of each document. Or :class:`deepsp.Segments`: each tree is a
+            document, which costs the pairs of tokens that see each other.
         ranks: the number of ranks.
         max_tokens: the largest number of tokens of a rank; None: no limit.
         cost: what a rank has to compute, in any unit: of a token, and of a document of n tokens as
@@ -243,8 +257,12 @@ def deal_documents(
 
     Raises:
         ValueError: ``max_tokens`` is too small for the documents, a length is negative, there are
-            no ranks, or a cost is negative or not finite.
+            no ranks, a cost is negative or not finite, or the segments of two trees are mixed.
     """
+    segments, pairs = None, []
+    if isinstance(lengths, Segments):
+        segments, pairs = lengths, [float(n) for n in lengths.pairs()]
+        lengths = [tree[-1][1] for tree in segments.trees()]
     try:
         lengths = [operator.index(n) for n in lengths]
         ranks = operator.index(ranks)
@@ -260,7 +278,7 @@ def deal_documents(
         raise ValueError(f"expected cost to be two numbers, got {cost!r}") from None
     if sum(lengths) >= 1 << 62:
         raise ValueError(f"expected documents of fewer than 2^62 tokens, got {sum(lengths)}")
-    numbers = torch.ops.deepsp.deal_documents(lengths, ranks, limit, linear, quadratic)
+    numbers = torch.ops.deepsp.deal_documents(lengths, ranks, limit, linear, quadratic, pairs)
     places, lens = numbers[: 2 * len(lengths)], numbers[2 * len(lengths) :]
     widths = [2**level for level in range((ranks - 1).bit_length())] + [ranks]
     return Deal(
@@ -270,4 +288,5 @@ def deal_documents(
         list(zip(places[::2], places[1::2], strict=True)),
         [lens[at : at + ranks] for at in range(0, len(lens), ranks)],
         (linear, quadratic),
+        segments,
     )
