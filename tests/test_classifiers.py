@@ -37,7 +37,8 @@ def _reward(size, batch, of="llama", kind="", **given):
     cls, more = trl.RewardTrainer, {}
     if size > 1:
         cls = sequence_parallel(cls)
-        more = {"sequence_parallel_size": size, "fold_prefixes": kind == "folded"}
+        more = {"sequence_parallel_size": size, "fold_prefixes": kind in ("folded", "dealt")}
+        more["mix_lengths"] = kind == "dealt"
     if kind == "LoRA":
         more["peft_config"] = LoraConfig(
             r=4, task_type="SEQ_CLS", target_modules=["q_proj"], modules_to_save=["score"]
@@ -73,7 +74,7 @@ def _reward(size, batch, of="llama", kind="", **given):
 _CLOSE = {"digits": 1e-6}
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(2, ""), (2, "folded"), (3, "")])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, ""), (2, "folded"), (2, "dealt"), (3, "")])
 def test_rewards(ranks, kind):
     same(_reward, ranks, ranks, batch=3, kind=kind, **_CLOSE)
 

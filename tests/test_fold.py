@@ -89,7 +89,7 @@ def _log_probs(model, batch):
     return found.masked_fill(labels == -100, 0)
 
 
-def _looped(of, more):
+def _looped(of, more, deal=False):
     from deepsp.integrations.transformers import register
 
     register()
@@ -99,7 +99,8 @@ def _looped(of, more):
     for seed in range(3):
         batch = _batch(seed)
         expected = _log_probs(reference, batch)
-        local, fold = deepsp.fold(batch)
+        local, fold = deepsp.fold(batch, deal=deal)
+        assert (fold.deal is not None) == deal
         assert sum(fold.seq_lens) < 0.8 * int(batch["attention_mask"].sum())
         labels = local.pop("shift_labels")
         hidden = model.model(**local, use_cache=False).last_hidden_state
@@ -126,6 +127,11 @@ MODELS = {
 @pytest.mark.parametrize("of", MODELS)
 def test_a_loop(size, of):
     on_ranks(size, _looped, of, MODELS[of], apart="transformers")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_loop_of_dealt_trees(size):
+    on_ranks(size, _looped, "mistral", MODELS["mistral"], True, apart="transformers")
 
 
 def _refuses():

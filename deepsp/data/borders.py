@@ -67,7 +67,6 @@ class Segments:
         for name, value in (values | {"documents": torch.stack(columns, 1)}).items():
             object.__setattr__(self, name, value)
 
-
     def trees(self) -> list[list[tuple[int, int, int]]]:
         """For each tree, where its segments begin and end among its tokens, and their parents.
 

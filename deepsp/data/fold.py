@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepsp.data.borders import Segments
 from deepsp.data.deal_batch import Documents, dealt_batch, documents_of
+from deepsp.data.documents import deal_documents
 from deepsp.data.roles import leaves_of, name_of, named_values
 from deepsp.data.same_batch import ADVICE, compare_batches
 from deepsp.data.sharding import unshard
@@ -30,6 +31,7 @@ class Fold:
         places: int64 [N], for each of the sequences' tokens, its token in the row.
         valid: bool [B, S], which tokens of the batch the sequences have; the others are padding.
         lengths: the number of tokens of each sequence.
+        deal: how the row's trees were dealt out; None: the ranks hold it one after another.
     """
 
     makes_positions = False
@@ -42,10 +44,14 @@ class Fold:
         valid: Tensor,
         lengths: Sequence[int],
         ranks: int,
+        deal: bool = False,
     ):
         self.segments, self.sources, self.places = segments, sources, places
         self.valid, self.lengths = valid, list(lengths)
+        self.deal = deal_documents(segments, ranks) if deal else None
         self.seq_lens = list(torch.ops.deepsp.token_split(len(sources), ranks))
+        if self.deal is not None:
+            self.seq_lens = self.deal.seq_lens
 
     def __str__(self) -> str:
         return (
@@ -56,7 +62,7 @@ class Fold:
     @cached_property
     def digest(self) -> int:
         """A number that is the same on all ranks with the same fold, and hardly on others."""
-        told = repr((self.segments.lengths, self.segments.parents, self.seq_lens)).encode()
+        told = repr((self.segments, self.seq_lens, self.deal and self.deal.places)).encode()
         return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
 
     def counts(self, real_rows: Tensor | None = None) -> Tensor:
@@ -67,10 +73,11 @@ class Fold:
             places = places[real_rows.cpu().bool()[:, None].expand_as(self.valid)[self.valid.cpu()]]
         return torch.bincount(places, minlength=len(self.sources))
 
-    def tokens(self, rank: int) -> Tensor:
-        """The tokens of a rank: int64 [S_r], indices into those of all sequences, one after
-        another."""
-        return self.sources.split(self.seq_lens)[rank]
+    def index(self, rank: int) -> Tensor:
+        """Which of the row's tokens a rank holds, int64 [S_r]."""
+        if self.deal is not None:
+            return self.deal.tokens(rank)
+        return torch.arange(len(self.sources)).split(self.seq_lens)[rank]
 
     def unfold(self, tensor: Tensor, group: Group = None) -> Tensor:
         """All sequences' tokens, padding included, on every rank. Differentiable: a token that
@@ -84,7 +91,10 @@ class Fold:
         Returns:
             [B, S, ...], 0 in padding.
         """
-        row = unshard(tensor, 1, group, self.seq_lens)[0]
+        if self.deal is None:
+            (row,) = unshard(tensor, 1, group, self.seq_lens)
+        else:
+            (row,) = self.deal.unshard(tensor, group)
         tokens = row[self.places.to(row.device)]
         full = tokens.new_zeros(*self.valid.shape, *tokens.shape[1:])
         where = self.valid.to(tokens.device)
@@ -97,6 +107,7 @@ def fold(
     *,
     ignore_index: int = -100,
     roles: Mapping[str, str] | None = None,
+    deal: bool = False,
 ) -> tuple[dict[str, Any], Fold]:
     """Folds the sequences of a batch, which every rank has in full, into one row in which what they
     begin with alike stands once, and shards it: in the place of :func:`deepsp.shard_batch` where
@@ -117,13 +128,16 @@ def fold(
         group: the sequence group.
         ignore_index: the label of tokens that don't count.
         roles: as in ``shard_batch``.
+        deal: deals the trees out (:func:`deepsp.deal_documents`), so that ranks share only those
+            that are long: for batches with many prompts.
 
     Returns:
         The local batch, and the fold. In the batch each tensor is [1, S_r, ...], this rank's tokens
         of the row; ``shift_labels`` replaces ``labels``; ``position_ids`` are those of the batch,
         or count from 0 in each sequence; ``deal`` is the fold, which a model of transformers with
         deepsp's attention takes as an argument. In a model of your own, pass ``fold.segments`` as
-        ``documents`` to :func:`deepsp.distributed_attention`, with ``is_causal=True``.
+        ``documents`` to :func:`deepsp.distributed_attention`, or ``fold.deal`` as ``deal`` if there
+        is one, with ``is_causal=True``.
 
     Raises:
         ValueError: as ``deal_batch``.
@@ -132,18 +146,18 @@ def fold(
     compare_batches([(name_of(path), x) for path, x in leaves_of(values)], group, ADVICE)
     documents = documents_of(batch, ignore_index, roles=roles)
     member = member_of(group)
-    folded = fold_documents(documents, member[1])
+    folded = fold_documents(documents, member[1], deal)
     return folded_batch(documents, folded, member[0]), folded
 
 
 def folded_batch(documents: Documents, folded: Fold, rank: int) -> dict[str, Any]:
     """The batch of a rank's tokens, and the fold."""
-    index = folded.tokens(rank)
+    index = folded.sources[folded.index(rank)]
     tokens = {n: x[index.to(x.device)] for n, x in documents.tokens.items()}
     return dealt_batch(tokens, documents, folded)
 
 
-def fold_documents(documents: Documents, ranks: int) -> Fold:
+def fold_documents(documents: Documents, ranks: int, deal: bool = False) -> Fold:
     """The tree of a batch's documents."""
     count = sum(documents.lengths)
     told = torch.cat([_bytes(x, count) for x in documents.tokens.values()], 1).numpy()
@@ -159,7 +173,7 @@ def fold_documents(documents: Documents, ranks: int) -> Fold:
         sources.append(torch.arange(firsts[n] + alike, firsts[n + 1]))
     segments = Segments(*tree.segments())
     every = torch.cat(sources) if sources else places
-    return Fold(segments, every, places, documents.valid, documents.lengths, ranks)
+    return Fold(segments, every, places, documents.valid, documents.lengths, ranks, deal)
 
 
 def _bytes(x: Tensor, count: int) -> Tensor:

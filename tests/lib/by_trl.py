@@ -51,7 +51,7 @@ def made(
 
     cls, more = of_class(name, size)
     if folds and size > 1:
-        more["fold_prefixes"] = True
+        more |= {"fold_prefixes": True, "mix_lengths": folds == "dealt"}
     if fsdp and size > 1:
         cls = under_fsdp(cls)
     model = tiny(of, dtype)  # before arguments with ZeRO 3, which partition models

@@ -93,7 +93,7 @@ def attention(
             "softcap": softcap,
             "sinks": s_aux,
             "kv_chunk": kv_chunk,
-            "deal": None if isinstance(masks.deal, Fold) else masks.deal,
+            "deal": masks.deal.deal if isinstance(masks.deal, Fold) else masks.deal,
         }
     else:
         mask = masks.mask_for("sdpa", query, module.config)

@@ -59,7 +59,7 @@ def balancing_loss(
         first = sum(lens[: member[0]])
         valid = attention_mask[:, first : first + mine].reshape(-1).to(valid)
     if fold is not None:
-        valid = fold.counts(real_rows).split(fold.seq_lens)[member[0]].to(valid)
+        valid = fold.counts(real_rows)[fold.index(member[0])].to(valid)
     elif real_rows is not None:
         of_rows = valid.view(len(real_rows), -1) * real_rows.to(valid)[:, None]
         valid = of_rows.flatten()

@@ -180,7 +180,8 @@ class Masks:
                 "expected causal attention, maybe within a window, with folded prefixes, got "
                 "another mask; use shard_batch, or leave fold_prefixes out"
             )
-        return Ranges(True, self.deal.segments.documents, window)
+        dealt = self.deal.deal is not None  # which knows the documents
+        return Ranges(True, None if dealt else self.deal.segments.documents, window)
 
     def _ranges(self, counts: bool) -> Ranges | None:
         """``counts``: whether all positions count each row's tokens from 0."""

@@ -71,7 +71,9 @@ def _refused(run: Run) -> Iterator[tuple[str, Any, str]]:
             yield name, getattr(options, name), why
     if is_classifier(run.base) and options.compiled is None:
         for name in ("own_batches", "mix_lengths", "without_logits", "local_loss"):
-            yield name, getattr(options, name), f"{model} computes a loss of full rows itself"
+            folds = name == "mix_lengths" and options.fold_prefixes
+            value = getattr(options, name) and not folds
+            yield name, value, f"{model} computes a loss of full rows itself"
     if options.own_batches:
         of_all = "the loss is divided by the number of labels of all ranks' rows"
         yield (

@@ -271,7 +271,7 @@ class FullRows:
             )
         compare_batches([(name_of(p), x) for p, x in leaves_of(batch)], self.member, ADVICE)
         documents = documents_of(batch, -100, **how)
-        fold = fold_documents(documents, self.member[1])
+        fold = fold_documents(documents, self.member[1], self.mixes_lengths)
         self.folded = (self.folded[0] + len(fold.places), self.folded[1] + len(fold.sources))
         share = _Share(self.member, 1, fold.seq_lens, fold)
         return folded_batch(documents, fold, self.member[0]), share

@@ -86,7 +86,8 @@ def sequence_parallel(trainer_class: type[Trainer]) -> type[Trainer]:
       :func:`deepsp.deal_batch`, so that ranks share only those that are long. Evaluation shards
       batches as without it.
     - ``fold_prefixes``: for DPO, KTO, GRPO, RLOO and reward models: what rows of a batch begin with
-      alike, such as a prompt, goes through the models once (:func:`deepsp.fold`).
+      alike, such as a prompt, goes through the models once (:func:`deepsp.fold`). With
+      ``mix_lengths``, ranks share only the trees of rows that are long.
     - ``own_batches``: each rank loads b rows of its own, as without groups, so that a step trains
       on b * N samples. The group trains on its ranks' batches in turns, or, with ``mix_lengths``,
       on all at once. Steps equal those of the same training on N processes. Evaluation shares

@@ -76,6 +76,8 @@ def check_arguments(name: str, args: tuple, kwargs: dict[str, Any]) -> None:
     every = [*args, *kwargs.values()]
     config = next((x for x in every if isinstance(x, TrainingArguments)), None)
     for argument, why in _REFUSED.items():
+        if argument == "mix_lengths" and kwargs.get("fold_prefixes"):
+            continue  # trees of rows are dealt out
         if value := kwargs.get(argument) or getattr(config, argument, None):
             raise ValueError(
                 f"expected no {argument} in a sequence-parallel {name}Trainer, since {why}, got "
