@@ -195,6 +195,56 @@ def dense_border():
     return [*lines, f"deepsp: dense from {op._dense_tokens()} tokens on"]
 
 
+def trees_and_log_sums():
+    """Trees of segments, and gradients through log-sum-exps, by flash attention: against the mask
+    of all pairs in float64. And a prompt of 16k tokens with 8 completions, folded and in rows."""
+    tree = deepsp.Segments([300, 120, 77, 1, 202, 300], [-1, 0, 1, 1, 0, -1])
+    length = sum(tree.lengths)
+    position = tree.positions[0].to("cuda")
+    within = torch.zeros(length, length, dtype=torch.bool, device="cuda")
+    for begin, end, parent in tree.documents.tolist():
+        within[begin:end, begin:end] = True
+        while parent >= 0:
+            first, last, parent = tree.documents[parent].tolist()
+            within[begin:end, first:last] = True
+    for window, dim in (((), 128), ((150, 0), 64)):
+        q, k, v = (draw(1, length, h, dim, seed=h, dtype=torch.bfloat16) for h in (8, 2, 2))
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        wide = [x.detach().double().requires_grad_() for x in leaves]
+        with torch.profiler.profile() as profile:
+            found = op._blockwise_attention(q, k, v, tree.documents, True, window, None, None, None)
+            grads = [draw(*x.shape, seed=3, dtype=x.dtype) for x in found]
+            gradients = torch.autograd.grad(found, leaves, grads)
+        assert "aten::bmm" not in [e.name for e in profile.events()]
+        seen = within & (position <= position[:, None])
+        if window:
+            seen &= position >= position[:, None] - window[0]
+        heads = [x.repeat_interleave(8 // x.size(2), 2) for x in wide]
+        scores = torch.einsum("bihd,bjhd->bhij", *heads[:2]) * dim**-0.5
+        scores = scores.masked_fill(~seen, -torch.inf)
+        out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), heads[2])
+        expected = out, scores.logsumexp(-1)
+        wanted = torch.autograd.grad(expected, wide, [g.double() for g in grads])
+        for x, y in zip((*found, *gradients), (*expected, *wanted), strict=True):
+            error = (x.double() - y).abs().max() / max(1, y.abs().max())
+            assert error < 3e-2, (window, dim, float(error))
+    prompt, completion, count = 1 << 14, 1 << 12, 8
+    tree = deepsp.Segments([prompt, *[completion] * count], [-1, *[0] * count])
+    folded = [draw(1, sum(tree.lengths), h, 128, dtype=torch.bfloat16) for h in (8, 2, 2)]
+    rows = [draw(count, prompt + completion, h, 128, dtype=torch.bfloat16) for h in (8, 2, 2)]
+
+    def attend(qkv, documents):
+        qkv = [x.requires_grad_() for x in qkv]
+        out, _ = op._blockwise_attention(*qkv, documents, True, [], None, None, None)
+        out.sum().backward()
+
+    seconds = [timed(lambda: attend(folded, tree.documents)), timed(lambda: attend(rows, None))]
+    return [
+        f"a prompt of 16k tokens and 8 completions of 4k, forward and backward: folded "
+        f"{seconds[0] * 1e3:.1f} ms, in rows {seconds[1] * 1e3:.1f} ms"
+    ]
+
+
 def flash_speed():
     """Documents of 16 k tokens among 64 k: all in one launch, against causal SDPA of each, by the
     same kernel and by the one that SDPA chooses."""

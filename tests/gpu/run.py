@@ -32,6 +32,7 @@ from attention import (
     flash_pieces,
     flash_speed,
     mixed_lengths,
+    trees_and_log_sums,
 )
 from gather import gathered, sharded_training, summed_by_nccl
 from launches import (
@@ -85,6 +86,7 @@ STAGES = {
     "attention": [
         flash_pieces,
         dense_pieces,
+        trees_and_log_sums,
         activated_flash,
         attention_gradients,
         sixteen_bits,
