@@ -76,6 +76,22 @@ def test_folded_preferences(name):
     same(_preferences, 2, 2, name=name, folds=True, kind=kind)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kind": "LoRA", "folds": "dealt"},
+        {"kind": "checkpointing", "folds": True},
+        {"kind": "sharded", "fsdp": True, "folds": True},
+        {"stage": 3, "folds": True},
+        {"world": 4, "folds": True},
+    ],
+    ids=str,
+)
+def test_kinds_of_folded_preferences(given):
+    same(_preferences, **{"world": 2, "size": 2, "batch": 2, **given})
+
+
 @pytest.mark.nightly  # compiles for half a minute
 def test_preferences_compiled():
     same(_preferences, 2, 2, torch_compile=True, torch_compile_backend="eager")
