@@ -148,6 +148,7 @@ def _refuses():
         model = tiny(of)
         model.set_attn_implementation("deepsp")
         local, _ = deepsp.fold(_batch(0))
+        del local["shift_labels"]
         with pytest.raises(ValueError, match=words):
             model(**local)
     batch = _batch(0)
@@ -159,6 +160,30 @@ def _refuses():
         ValueError, match=r"expected causal attention, .*, got another mask; use sh"
     ):
         bert(**local)
+    embeds = torch.randn(2, 4, 32).requires_grad_()
+    for wrong, words in (
+        ({"input_ids": batch["input_ids"][:0]}, "expected a batch with tokens, got only padding"),
+        ({"inputs_embeds": embeds}, "expected no batch.'inputs_embeds'. that is trained itself"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            deepsp.fold(wrong)
+    model = tiny()
+    model.set_attn_implementation("deepsp")
+    local, fold = deepsp.fold(batch)
+    labels = local.pop("shift_labels")
+    out = model(**local)
+    for wrong, words in (
+        ({**local, "shift_labels": labels}, "expected no shift_labels in the call of LlamaForCau"),
+        ({**local, "deal": None}, "expected deal in the call of LlamaForCausalLM with the tokens"),
+        ({**local, "position_ids": None}, "expected position_ids in the call of LlamaForCausalLM"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model(**wrong)
+    for x in (out.logits[0], out.logits.expand(2, -1, -1)):
+        with pytest.raises(
+            ValueError, match=r"expected tensor of shape \[1, \d+, ...\], this rank"
+        ):
+            fold.unfold(x)
     model = tiny()
     FullRows(model, None).folds_prefixes = True
     with pytest.raises(ValueError, match="expected no labels in the call of LlamaForCausalLM with"):
@@ -166,7 +191,9 @@ def _refuses():
     model = tiny()
     model.set_attn_implementation("deepsp")
     with pytest.raises(ValueError, match=r"input_ids.*, a full tensor, to be the same on every"):
-        model(**deepsp.fold(_batch(dist.get_rank()))[0])
+        local, _ = deepsp.fold(_batch(dist.get_rank()))
+        del local["shift_labels"]
+        model(**local)
 
 
 def test_refuses():

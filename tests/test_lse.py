@@ -317,17 +317,29 @@ def test_merge_refuses():
     (a, b), (x, y) = (list(map(torch.Tensor.detach, p)) for p in _parts((2, 3), 2))
     merge = deepsp.merge_attention
     for parts, words in (
-        ([], r"expected parts to be pairs, at least one, .*, got \[\]"),
-        ([a, b], r"expected parts to be pairs, .*, got \['Tensor', 'Tensor'\]"),
-        ([(a, x), (b.float(), y.float())], "float64 .* as number 0 and float32 .* as number 1"),
+        ([], r"expected parts to be pairs, at least one, .*, got NoneType"),
+        ([a, b], r"expected parts to be pairs, .*, got Tensor"),
+        ([(a, None)], r"expected parts to be pairs, .*, got \['Tensor', 'NoneType'\]"),
+        ([(a.long(), x)], r"expected outs to be floating point, .*, got int64"),
         ([(a, x), (b[:1], y[:1])], r"\[2, 3, 4\] as number 0 and float64 \[1, 3, 4\] as number 1"),
-        ([(a, x.float())], r"expected log_sums\[0\] to have shape \[2, 3\].* float64, got float32"),
         ([(a, x[:1])], r"expected log_sums\[0\] .*, got float64 \[1, 3\]"),
     ):
         with pytest.raises(ValueError, match=words):
             merge(parts)
     with pytest.raises(ValueError, match="expected a log-sum-exp for each of the 2 outputs, got 1"):
         torch.ops.deepsp.merge_attention([a, b], [x])
+    with pytest.raises(ValueError, match=r"to have shape \[2, 3\].* float64, got float32"):
+        torch.ops.deepsp.merge_attention([a], [x.float()])
+
+
+def test_merge_promotes():
+    """What autocast gives is narrower than a part of a user's own."""
+    outs, lses = _parts((2, 3), 2)
+    parts = [(outs[0].bfloat16(), lses[0].float()), (outs[1].float(), lses[1].bfloat16())]
+    out, lse = deepsp.merge_attention(parts)
+    assert out.dtype == lse.dtype == torch.float32
+    expected = deepsp.merge_attention([(x.double(), y.double()) for x, y in parts])
+    torch.testing.assert_close((out.double(), lse.double()), expected, rtol=1e-5, atol=1e-5)
 
 
 # ------------------------------------------------------------------- compilers

@@ -435,7 +435,7 @@ def _refused():
         ("seq_lens to be left out", lambda: call(x, x, x, seq_lens=[1, 2], deal=deal)),
         ("one row with dealt, got 2", lambda: call(two, two, two, deal=deal)),
         (
-            "no documents with dealt",
+            "no documents with deal,",
             lambda: call(x, x, x, deal=deal, documents=torch.tensor([[0, 44]])),
         ),
         ("chunks to be 1", lambda: call(x, x, x, deal=deal, chunks=2)),

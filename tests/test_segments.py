@@ -283,6 +283,12 @@ def test_refuses():
         ([1, 2], [-1], r"a parent, for each segment, got lengths \[1, 2\] and parents \[-1\]"),
         ([1, -2], [-1, 0], "expected a length of at least 0"),
         ([1, 2], [-1, 1], "expected the parent of segment 1 to be -1 or an earlier one, got 1"),
+        (
+            [1.0, 2],
+            [-1, 0],
+            r"expected lengths and parents to be sequences of ints, .* got \[1.0, 2",
+        ),
+        ([1, 2], [None, 0], "expected lengths and parents to be sequences of ints"),
         ([1, 2], [-2, 0], "the parent of segment 0 to be -1 or an earlier one, got -2"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -304,6 +310,15 @@ def _refuses():
             deepsp.distributed_attention(q, q, q, is_causal=True, documents=documents)
     with pytest.raises(ValueError, match="expected is_causal=True with documents that have paren"):
         deepsp.distributed_attention(x, x, x, documents=tree)
+    with pytest.raises(ValueError, match=r"or \[N, 3\] with parents, got \(2, 4\)"):
+        deepsp.distributed_attention(x, x, x, documents=torch.zeros(2, 4, dtype=torch.int64))
+    deal = deepsp.deal_documents(deepsp.Segments([4, 4], [-1, 0]), 2)
+    with pytest.raises(ValueError, match="expected no documents with deal, got some; deal has"):
+        deepsp.distributed_attention(x, x, x, is_causal=True, documents=tree, deal=deal)
+    with pytest.raises(
+        ValueError, match="expected deal to be what deal_documents returns, got Segm"
+    ):
+        deepsp.distributed_attention(x, x, x, is_causal=True, deal=tree)
     with pytest.raises(ValueError, match=r"cu_seqlens \[N \+ 1\], or to have shape \[N, 2\], got"):
         deepsp.data.borders.ranges_of(torch.tensor(raw), 1, 8)
     block = torch.ops.deepsp._blockwise_attention

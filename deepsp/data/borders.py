@@ -44,7 +44,13 @@ class Segments:
     positions: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        lengths, parents = (tuple(map(operator.index, x)) for x in (self.lengths, self.parents))
+        try:
+            lengths, parents = (tuple(map(operator.index, x)) for x in (self.lengths, self.parents))
+        except TypeError:
+            raise ValueError(
+                "expected lengths and parents to be sequences of ints, -1 where there is no "
+                f"parent, got {self.lengths!r} and {self.parents!r}"
+            ) from None
         if len(lengths) != len(parents) or any(n < 0 for n in lengths):
             raise ValueError(
                 "expected a length of at least 0, and a parent, for each segment, got lengths "
@@ -133,8 +139,9 @@ def ranges_of(
         documents = torch.stack([documents[:-1], documents[1:]], 1)
     if documents.dim() != 2 or documents.size(1) not in (2, 2 + tree):
         raise ValueError(
-            "expected documents to be cu_seqlens [N + 1], or to have shape [N, 2], got "
-            f"{tuple(documents.shape)}"
+            "expected documents to be cu_seqlens [N + 1], or to have shape [N, 2]"
+            + (", or [N, 3] with parents" if tree else "")
+            + f", got {tuple(documents.shape)}"
         )
     if torch.compiler.is_compiling() or documents.is_meta:
         return documents

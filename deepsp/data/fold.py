@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepsp.data import last_batch
 from deepsp.data.borders import Segments
 from deepsp.data.deal_batch import Documents, dealt_batch, documents_of
 from deepsp.data.documents import deal_documents
@@ -23,15 +24,20 @@ from deepsp.ranks.groups import Group, member_of
 class Fold:
     """The tokens of a batch's sequences as a tree in one row: what :func:`fold` returns.
 
-    Attributes:
+    Args:
         segments: the tree (:class:`deepsp.Segments`).
-        seq_lens: the number of tokens of the row that each rank holds.
         sources: int64 [T], for each token of the row, which of the sequences' tokens it is (the
             first of those that share it).
         places: int64 [N], for each of the sequences' tokens, its token in the row.
         valid: bool [B, S], which tokens of the batch the sequences have; the others are padding.
         lengths: the number of tokens of each sequence.
-        deal: how the row's trees were dealt out; None: the ranks hold it one after another.
+        ranks: the number of ranks.
+        deal: whether the row's trees are dealt out.
+
+    Attributes:
+        seq_lens: the number of tokens of the row that each rank holds.
+        deal: how the trees were dealt out (:class:`deepsp.Deal`); None: the ranks hold the row one
+            after another.
     """
 
     makes_positions = False
@@ -66,15 +72,28 @@ class Fold:
         return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
 
     def counts(self, real_rows: Tensor | None = None) -> Tensor:
-        """int64 [T]: how many sequences have each token of the row. ``real_rows``: [B], in these
-        rows of the batch; None: in all."""
+        """How many sequences have each token of the row.
+
+        Args:
+            real_rows: [B], the rows of the batch whose sequences count; None: all.
+
+        Returns:
+            int64 [T].
+        """
         places = self.places
         if real_rows is not None:
             places = places[real_rows.cpu().bool()[:, None].expand_as(self.valid)[self.valid.cpu()]]
         return torch.bincount(places, minlength=len(self.sources))
 
     def index(self, rank: int) -> Tensor:
-        """Which of the row's tokens a rank holds, int64 [S_r]."""
+        """Which of the row's tokens a rank holds.
+
+        Args:
+            rank: the rank.
+
+        Returns:
+            int64 [S_r].
+        """
         if self.deal is not None:
             return self.deal.tokens(rank)
         return torch.arange(len(self.sources)).split(self.seq_lens)[rank]
@@ -90,7 +109,16 @@ class Fold:
 
         Returns:
             [B, S, ...], 0 in padding.
+
+        Raises:
+            ValueError: the tensor doesn't have this rank's tokens.
         """
+        rank = member_of(group)[0]
+        if tensor.dim() < 2 or tensor.shape[:2] != (1, self.seq_lens[rank]):
+            raise ValueError(
+                f"expected tensor of shape [1, {self.seq_lens[rank]}, ...], this rank's tokens, "
+                f"got {list(tensor.shape)}"
+            )
         if self.deal is None:
             (row,) = unshard(tensor, 1, group, self.seq_lens)
         else:
@@ -120,8 +148,9 @@ def fold(
 
     Sequences share a token where all that the batch says of it and of those before it is equal: its
     id, position and label among them. So the last token of a prompt, whose labels differ, stands
-    once for each completion. Every rank finds the same tree, in time linear in tokens. Losses and
-    gradients are those of the rows, without dropout.
+    once for each completion. Every rank finds the same tree, in time linear in tokens. Losses of
+    what is unfolded, and their gradients, are those of the rows, without dropout; one of the row's
+    tokens would count shared ones once.
 
     Args:
         batch: as for :func:`deepsp.deal_batch`.
@@ -140,10 +169,18 @@ def fold(
         is one, with ``is_causal=True``.
 
     Raises:
-        ValueError: as ``deal_batch``.
+        ValueError: as ``deal_batch``; there are no tokens, or a tensor with an entry for each is a
+            leaf that requires a gradient.
     """
     values = named_values(batch, 1)
-    compare_batches([(name_of(path), x) for path, x in leaves_of(values)], group, ADVICE)
+    tensors = [(name_of(path), x) for path, x in leaves_of(values)]
+    for name, x in tensors:
+        if x.requires_grad and x.is_leaf:
+            raise ValueError(
+                f"expected no {name} that is trained itself, since rows that share a token would "
+                "not each get their gradient, got one; detach it, or use shard_batch"
+            )
+    compare_batches(tensors, group, ADVICE)
     documents = documents_of(batch, ignore_index, roles=roles)
     member = member_of(group)
     folded = fold_documents(documents, member[1], deal)
@@ -154,12 +191,17 @@ def folded_batch(documents: Documents, folded: Fold, rank: int) -> dict[str, Any
     """The batch of a rank's tokens, and the fold."""
     index = folded.sources[folded.index(rank)]
     tokens = {n: x[index.to(x.device)] for n, x in documents.tokens.items()}
-    return dealt_batch(tokens, documents, folded)
+    local = dealt_batch(tokens, documents, folded)
+    if len(folded.segments.lengths) > 1:
+        last_batch.remember_fold(local, documents.roles.tokens)
+    return local
 
 
 def fold_documents(documents: Documents, ranks: int, deal: bool = False) -> Fold:
     """The tree of a batch's documents."""
     count = sum(documents.lengths)
+    if count == 0:
+        raise ValueError("expected a batch with tokens, got only padding, or no rows; leave it out")
     told = torch.cat([_bytes(x, count) for x in documents.tokens.values()], 1).numpy()
     firsts = torch.tensor([0, *documents.lengths]).cumsum(0).tolist()
     rows = [told[begin:end] for begin, end in itertools.pairwise(firsts)]

@@ -27,6 +27,8 @@ class _Last:
     """The first of them, where they count the full sequence's tokens; -1: not known."""
     lens: Sequence[int] = ()
     """The number of tokens of each rank."""
+    folded: weakref.ref | Tensor | None = None
+    """Those of a folded batch, like ``tokens``."""
 
 
 _last = _Last()
@@ -50,6 +52,7 @@ def remember(
     this rank's first position, if they are known to count the full sequence's tokens."""
     part = local[roles.tokens]
     _last.is_part, _last.tokens = part.size(roles.dim) < roles.length, None
+    _last.folded = None
     if _last.is_part or 0 in lens:
         _last.tokens = part if roles.tokens == "input_ids" else weakref.ref(part)
         _last.lens = lens
@@ -57,6 +60,17 @@ def remember(
     _last.first = -1
     if positions is not None and not positions.is_inference():
         _last.first, _last.version = first, positions._version
+
+
+def remember_fold(local: Mapping[str, Any], name: str) -> None:
+    """Called after :func:`remember` with a batch that is folded. ``name``: of its tokens."""
+    part = local[name]
+    _last.folded = part if name == "input_ids" else weakref.ref(part)
+
+
+def is_folded(tokens: Tensor | None) -> bool:
+    """Whether these are the local tokens of the last batch, and it was folded."""
+    return _are(tokens, _last.folded)
 
 
 def has_positions(positions: Tensor) -> bool:
@@ -79,11 +93,10 @@ def first_of(positions: Tensor | None) -> int:
 def has_tokens(tokens: Tensor | None) -> bool:
     """Whether these are the local tokens of the last batch, and not all of them: the same tensor,
     or the same ids."""
-    return _last.is_part and _is_last(tokens)
+    return _last.is_part and _are(tokens, _last.tokens)
 
 
-def _is_last(tokens: Tensor | None) -> bool:
-    last = _last.tokens
+def _are(tokens: Tensor | None, last: weakref.ref | Tensor | None) -> bool:
     if tokens is None or last is None:
         return False
     if isinstance(last, weakref.ref):
@@ -99,4 +112,4 @@ def _is_last(tokens: Tensor | None) -> bool:
 def lens_with(tokens: Tensor | None) -> Sequence[int]:
     """The number of tokens of each rank in the last batch, if these are its local tokens; else
     none."""
-    return _last.lens if _is_last(tokens) else ()
+    return _last.lens if _are(tokens, _last.tokens) else ()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 
 from deepsp.data import last_batch
+from deepsp.data.fold import Fold
 from deepsp.integrations.transformers import caches, mixers, multimodal
 from deepsp.integrations.transformers.check import (
     CALLED,
@@ -275,6 +276,7 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> di
 def check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     arguments = named_arguments(model, args, kwargs)
     cls = type(model).__name__
+    _check_fold(cls, arguments)
     if arguments.get("labels") is not None:
         raise ValueError(
             f"expected no labels in the call of {cls}, whose loss would be that of this rank's "
@@ -310,6 +312,30 @@ def check_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> No
                 "was checked to work on each token alone without it. Put other modalities into "
                 "inputs_embeds before deepsp.shard_batch"
             )
+
+
+def _check_fold(cls: str, arguments: dict[str, Any]) -> None:
+    """Raises where a folded batch isn't passed on in full, or the model would compute its loss."""
+    if not isinstance(running.forward.deal, Fold):
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+        if not torch.compiler.is_compiling() and last_batch.is_folded(tokens):
+            raise ValueError(
+                f"expected deal in the call of {cls} with the tokens of deepsp.fold, since each "
+                "sequence would be cut where others leave it, got none; pass local['deal'] on"
+            )
+        return
+    if arguments.get("position_ids") is None:
+        raise ValueError(
+            f"expected position_ids in the call of {cls} with a batch of deepsp.fold, whose "
+            "tokens don't stand in the order of their sequences, got none; pass the batch's"
+        )
+    if arguments.get("shift_labels") is not None and not arguments.get("fused_lm_head"):
+        raise ValueError(
+            f"expected no shift_labels in the call of {cls} with a batch of deepsp.fold, since "
+            "its loss would count tokens that rows share once, got some; take them out, and "
+            "compute the loss of fold.unfold(deepsp.token_log_probs(hidden, weight, shift_labels))"
+        )
 
 
 @_disable_dynamo

@@ -81,8 +81,8 @@ class Masks:
             self.padding = None
         if self.deal is not None and (self.padding is not None or user_mask is not None):
             raise ValueError(
-                "expected no attention_mask with a batch that deal_batch made, which has no "
-                "padding, got one; leave it out"
+                "expected no attention_mask with a batch that deal_batch or fold made, which has "
+                "no padding, got one; leave it out"
             )
         # transformers sets these if the mask is this pattern plus padding, and may be left out.
         self.causal, self.bidirectional = allow_is_causal_skip, allow_is_bidirectional_skip
@@ -133,8 +133,8 @@ class Masks:
         compare_carried(batches, member)
         if len(set(deals)) != 1:
             raise ValueError(
-                "expected all ranks to pass the same deal, got different ones; call deal_batch "
-                "with the same batch on every rank, and pass all that it returns to the model"
+                "expected all ranks to pass the same deal, got different ones; call deal_batch or "
+                "fold with the same batch on every rank, and pass all that it returns to the model"
             )
         length = sum(lens)
         if key_lens != lens:
@@ -161,7 +161,7 @@ class Masks:
         if lens != self.deal.seq_lens:
             raise ValueError(
                 f"expected the ranks to have {self.deal.seq_lens} tokens, as their deal says, got "
-                f"{lens}; pass the batch as deal_batch returns it"
+                f"{lens}; pass the batch as deal_batch or fold returns it"
             )
 
     def _ranges_of_deal(self) -> Ranges:

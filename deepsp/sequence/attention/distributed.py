@@ -155,6 +155,11 @@ def lens_of(
     """
     if deal is None:
         return seq_lens
+    if not isinstance(deal, Deal):
+        raise ValueError(
+            f"expected deal to be what deal_documents returns, got {type(deal).__name__}; of a "
+            "fold, pass documents=fold.segments, or deal=fold.deal if there is one"
+        )
     if deal.ranks != member[1]:
         raise ValueError(
             f"expected deal to be for the {member[1]} ranks of the group, got one for "
@@ -195,6 +200,10 @@ def attend_over(
             window = (left, 0 if is_causal else right)
             exchange = choose_exchange(*heads[:2], tuple(lens), window, call.query_parts)
     if deal is not None:
+        if documents is not None:
+            raise ValueError(
+                "expected no documents with deal, got some; deal has its own: leave them out"
+            )
         if options.get("kv_chunk") is not None:
             raise ValueError(
                 f"expected no kv_chunk with deal, got {options['kv_chunk']}; leave it out"

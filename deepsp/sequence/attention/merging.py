@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -19,22 +20,29 @@ def merge_attention(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
         out, lse = deepsp.merge_attention([trunk, own])
 
     Args:
-        parts: pairs of an output [..., D], floating point, and its log-sum-exp [...] in float32
-            (float64 for float64), all of one shape and dtype. -inf: no key is in this part, and
-            what its output says, even NaN, doesn't count.
+        parts: pairs of an output [..., D], floating point, and its log-sum-exp [...], all of one
+            shape. Outputs of several dtypes are promoted, as by ``torch.cat``; log-sum-exps become
+            float32 (float64 for float64). -inf: no key is in this part, and what its output says,
+            even NaN, doesn't count.
 
     Returns:
         The output [..., D], 0 where no part has a key, in the dtype of the parts' outputs; and its
         log-sum-exp [...]. Both have gradients, which are exact.
 
     Raises:
-        ValueError: there is no part, or shapes or dtypes differ.
+        ValueError: there is no part, or one that isn't a pair of tensors; or shapes differ.
     """
     parts = list(parts)
-    if not parts or any(not isinstance(p, (tuple, list)) or len(p) != 2 for p in parts):
-        raise ValueError(
-            "expected parts to be pairs, at least one, of an output and its log-sum-exp, as "
-            "distributed_attention returns them with return_lse=True, got "
-            f"{[type(p).__name__ for p in parts]}"
-        )
-    return torch.ops.deepsp.merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+    for part in parts or [None]:
+        pair = isinstance(part, (tuple, list)) and len(part) == 2
+        if not pair or not all(isinstance(x, Tensor) for x in part):
+            raise ValueError(
+                "expected parts to be pairs, at least one, of an output and its log-sum-exp, as "
+                "distributed_attention returns them with return_lse=True, got "
+                + (f"{[type(x).__name__ for x in part]}" if pair else type(part).__name__)
+            )
+    dtype = functools.reduce(torch.promote_types, [out.dtype for out, _ in parts])
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.ops.deepsp.merge_attention(
+        [out.to(dtype) for out, _ in parts], [lse.to(wide) for _, lse in parts]
+    )
