@@ -90,8 +90,7 @@ c10::IValue deal_op(const Given& given) {
       needed <= max_tokens, "expected documents of at most ranks * max_tokens = ", ranks, " * ",
       max_tokens, " tokens in all, got ", total, "; use max_tokens >= ", needed,
       ", or leave out documents");
-  const Deal deal =
-      deal_documents(lengths.vec(), pairs, ranks, max_tokens, linear, quadratic);
+  const Deal deal = deal_documents(lengths.vec(), pairs, ranks, max_tokens, linear, quadratic);
   std::vector<int64_t> found;
   for (const DocumentPlace& place : deal.places) {
     found.push_back(place.level);

@@ -191,8 +191,9 @@ template <c10::DeviceType device>
 void register_autocast(torch::Library& m) {
   for (const char* op :
        {"all_gather_matmul", "_attention_of_cell", "distributed_attention",
-        "distributed_attention_with_lse", "heads_to_output", "_heads_to_output_wait", "linear_cross_entropy", "linear_kl", "matmul_reduce_scatter",
-        "_project_to_heads_start", "token_log_probs"}) {
+        "distributed_attention_with_lse", "heads_to_output", "_heads_to_output_wait",
+        "linear_cross_entropy", "linear_kl", "matmul_reduce_scatter", "_project_to_heads_start",
+        "token_log_probs"}) {
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&autocast<device>>());
   }
 }

@@ -109,10 +109,8 @@ Attention attend(const Exchanged& parts, const Given& given, const Meanwhile& me
       }
       for (size_t c = 0; c < cells; ++c) {
         const CellOf cell{heads, rank, chunk, static_cast<int64_t>(c)};
-        outputs.push_back(joined(
-            attention_of_cell(
-                received[next + c], kv_of_cell(ks[n], cell), kv_of_cell(vs[n], cell), asked,
-                cell)));
+        outputs.push_back(joined(attention_of_cell(
+            received[next + c], kv_of_cell(ks[n], cell), kv_of_cell(vs[n], cell), asked, cell)));
       }
       next += cells + 2;
     }
@@ -137,8 +135,7 @@ Attention attend(const Exchanged& parts, const Given& given, const Meanwhile& me
 }
 
 // Attention of a rank that nobody shares tokens with.
-Attention attend_alone(
-    const Tensors& inputs, int64_t heads, int64_t kv_heads, const Asked& asked) {
+Attention attend_alone(const Tensors& inputs, int64_t heads, int64_t kv_heads, const Asked& asked) {
   const CellOf cell{head_layout({heads, kv_heads}, 1, 1, 1, kNames), 0, 0, 0};
   return attention_of_cell(
       inputs[0], kv_of_cell({inputs[1]}, cell), kv_of_cell({inputs[2]}, cell), asked, cell);
@@ -279,10 +276,8 @@ Attention attend_sharded(const Given& given, const Asked& asked, const DimOrder&
       chunks == 1, "expected chunks to be 1 with kv_chunk, got ", chunks,
       "; keys and values come in parts of tokens then, not of heads");
   const Tensors found = streamed_attention(
-      given, {{"q", inputs[0]},
-              {"k", inputs[1]},
-              {"v", inputs[2]},
-              {"return_lse", asked.return_log_sum}});
+      given,
+      {{"q", inputs[0]}, {"k", inputs[1]}, {"v", inputs[2]}, {"return_lse", asked.return_log_sum}});
   return returned(parted(found[0], asked.return_log_sum));
 }
 

@@ -145,8 +145,8 @@ c10::IValue check_attention_op(const Given& given) {
   const OptionalTensor sinks = given.optional<at::Tensor>("sinks");
   check_asked(
       given["attn_mask"], given["dropout_p"], given["is_causal"],
-      {documents, given["window_size"], given["softcap"], sinks, given["is_causal"]}, given["dtype"], given["batch"],
-      given["num_heads"], given["tokens"]);
+      {documents, given["window_size"], given["softcap"], sinks, given["is_causal"]},
+      given["dtype"], given["batch"], given["num_heads"], given["tokens"]);
   return {};
 }
 

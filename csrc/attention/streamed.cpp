@@ -289,8 +289,7 @@ c10::IValue streamed_attention_kernel(const Given& given) {
   Tensors outputs;
   for (size_t n = 0; n < cells.size(); ++n) {
     const Tensors found = attended[n].finish(call.sinks(n));
-    outputs.push_back(
-        joined({found[0], return_lse ? found[1].transpose(1, 2) : at::Tensor()}));
+    outputs.push_back(joined({found[0], return_lse ? found[1].transpose(1, 2) : at::Tensor()}));
     results.insert(results.end(), {qs[n], found[0], found[1]});
   }
   results.insert(results.begin(), call.to_seq(outputs));
