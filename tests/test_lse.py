@@ -416,6 +416,8 @@ def _refusals():
     ):
         with pytest.raises(ValueError, match=words):
             deepsp.distributed_attention(x, x, x, return_lse=True, **options)
+    with pytest.raises(ValueError, match="return_lse to be the same on every rank"):
+        deepsp.DistributedAttention()(x, x, x, return_lse=dist.get_rank() == 0)
 
 
 def test_the_example_equals_one_process():
