@@ -74,6 +74,7 @@ VALUES = {
     "float": st.tuples(
         st.just("is"), st.sampled_from([float("nan"), float("inf"), -1.0, 0.0, 0.5, 2.0, 1e300])
     ),
+    "float[]": lists,
     "bool": st.tuples(st.just("is"), st.booleans()),
     "Device": st.tuples(
         st.just("is"), st.sampled_from([torch.device(name) for name in ("cpu", "meta", "cuda:0")])

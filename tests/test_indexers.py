@@ -520,7 +520,7 @@ def _refused():
     with pytest.raises(ValueError, match="expected causal attention in DeepseekV32Attention"):
         model(**_shards("deepseek_v32", batch))
     model.config.is_causal = True
-    with pytest.raises(ValueError, match="expected no deal with DeepseekV32Attention"):
+    with pytest.raises(ValueError, match="expected no deal or fold with DeepseekV32Att"):
         model(**deepsp.deal_batch(indexed.batch("packed"))[0])
     with pytest.raises(ValueError, match="expected use_cache to be False"):
         model(**_shards("deepseek_v32", batch), use_cache=True)
