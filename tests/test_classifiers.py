@@ -74,12 +74,12 @@ def _reward(size, batch, of="llama", kind="", **given):
 _CLOSE = {"digits": 1e-6}
 
 
-@pytest.mark.parametrize(("ranks", "kind"), [(2, ""), (2, "folded"), (2, "dealt"), (3, "")])
+@pytest.mark.parametrize(("ranks", "kind"), [(2, ""), (2, "dealt"), (3, "")])
 def test_rewards(ranks, kind):
     same(_reward, ranks, ranks, batch=3, kind=kind, **_CLOSE)
 
 
-_KINDS = [{"kind": k} for k in ("LoRA", "accumulation", "checkpointing")]
+_KINDS = [{"kind": k} for k in ("folded", "LoRA", "accumulation", "checkpointing")]
 _KINDS += [{"kind": k, "digits": 1e-4} for k in ("FSDP", "ZeRO 3")]
 _KINDS += [{"world": 4}, {"of": "qwen3"}, {"of": "mistral"}]
 
