@@ -78,7 +78,7 @@ for update in range(UPDATES):
     # Stands for a batch and the hidden states of the model that the draft is for.
     ids = torch.randint(VOCABULARY, (1, TOKENS + STEPS + 1))
     hidden = torch.randn(1, TOKENS, HIDDEN, dtype=torch.float64)
-    # Of the full sequence, so that shifts cross the borders of ranks; then this rank's part.
+    # Shifts cross the borders of ranks: they are made in the full sequence, then shared out.
     tokens = [ids[:, n + 1 : n + 1 + TOKENS] for n in range(STEPS + 1)]
     hidden, *tokens = (deepsp.shard(x, 1) for x in (hidden, *tokens))
     logits = draft(hidden, tokens[:-1], attend_dense if dense else attend)

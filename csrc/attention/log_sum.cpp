@@ -9,10 +9,8 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/constant_pad_nd.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/logsumexp.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
 #include <limits>
@@ -133,12 +131,12 @@ Tensors merge_backward(const Call& call, const Tensors& gradients) {
     along.push_back(output_of(kept[n], kept[count + n]).mul(grad).sum(-1));
     along_all = along_all.add(weights[n].squeeze(-1).mul(along[n]));
   }
-  Tensors found(2 * count);
+  Tensors of_inputs(2 * count);
   for (size_t n = 0; n < count; ++n) {
-    found[n] = weights[n].mul(grad).to(kept[n].scalar_type());
-    found[count + n] = along[n].sub(along_all).mul(weights[n].squeeze(-1));
+    of_inputs[n] = weights[n].mul(grad).to(kept[n].scalar_type());
+    of_inputs[count + n] = along[n].sub(along_all).mul(weights[n].squeeze(-1));
   }
-  return found;
+  return of_inputs;
 }
 
 }  // namespace
@@ -157,8 +155,8 @@ Attention parted(const at::Tensor& x, bool with_log_sum) {
   if (!with_log_sum) {
     return {x, {}};
   }
-  const Tensors found = split_log_sum({{"joined", x}});
-  return {found[0], found[1]};
+  const Tensors both = split_log_sum({{"joined", x}});
+  return {both[0], both[1]};
 }
 
 LogSumGradient::LogSumGradient(const at::Tensor& output, const OptionalTensor& grad) {

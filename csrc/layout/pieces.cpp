@@ -11,6 +11,12 @@ Range common(Range a, Range b) {
   return {std::max(a.begin, b.begin), std::min(a.end, b.end)};
 }
 
+void add_piece(std::vector<Piece>& pieces, const Piece& piece) {
+  if (piece.queries.size() > 0 && piece.keys.size() > 0) {
+    pieces.push_back(piece);
+  }
+}
+
 // Adds the pieces of the queries in a range, which lie `before` tokens behind their numbers.
 void add_pieces(
     const std::vector<Document>& documents,
@@ -26,9 +32,7 @@ void add_pieces(
       continue;
     }
     const auto add = [&](Range of, Range sees, Sight sight) {
-      if (of.size() > 0 && sees.size() > 0) {
-        pieces.push_back({document.rows, of, sees, sight, before});
-      }
+      add_piece(pieces, {document.rows, of, sees, sight, before});
     };
     const auto reaches_all = [&](int64_t reach) {
       return reach == kUnlimited || reach >= tokens.size() - 1;
@@ -63,16 +67,11 @@ void add_ancestors(
   for (const Document& document : documents) {
     deepest = std::max(deepest, document.depth + document.tokens.size());
   }
-  const auto add = [&](Range rows, Range of, Range sees, Sight sight, int64_t ahead) {
-    if (of.size() > 0 && sees.size() > 0) {
-      pieces.push_back({rows, of, sees, sight, before, ahead});
-    }
-  };
   for (const Document& document : documents) {
     if (left == kUnlimited || left >= deepest) {
+      const Range seen = common(document.tokens, keys);
       for (const Range& run : document.descendants) {
-        const Range seen = common(document.tokens, keys);
-        add(document.rows, common(run, queries), seen, Sight::kAll, 0);
+        add_piece(pieces, {document.rows, common(run, queries), seen, Sight::kAll, before});
       }
       continue;
     }
@@ -88,7 +87,8 @@ void add_ancestors(
       const Range seen = common(common(above.tokens, keys), {first, above.tokens.end});
       const Range see = common(of, {of.begin, seen.end + left - ahead});
       const bool all = see.end - 1 + ahead - left <= seen.begin;
-      add(document.rows, see, seen, all ? Sight::kAll : Sight::kBand, ahead);
+      add_piece(
+          pieces, {document.rows, see, seen, all ? Sight::kAll : Sight::kBand, before, ahead});
     }
   }
 }
@@ -117,14 +117,10 @@ std::vector<Piece> pieces_of(
     Band band,
     Range keys,
     const std::vector<Range>& queries) {
-  const bool is_tree = std::any_of(
-      documents.begin(), documents.end(), [](const Document& x) { return x.parent >= 0; });
   std::vector<Piece> pieces;
   const auto add = [&](Range range, int64_t before) {
     add_pieces(documents, band, keys, range, before, pieces);
-    if (is_tree) {
-      add_ancestors(documents, band.left, keys, range, before, pieces);
-    }
+    add_ancestors(documents, band.left, keys, range, before, pieces);
   };
   if (queries.empty()) {
     add({0, std::numeric_limits<int64_t>::max()}, 0);

@@ -56,14 +56,13 @@ class Segments:
                 "expected a length of at least 0, and a parent, for each segment, got lengths "
                 f"{list(lengths)} and parents {list(parents)}"
             )
-        depths = []  # where each begins in its sequences
         for n, parent in enumerate(parents):
             if not -1 <= parent < n:
                 raise ValueError(
                     f"expected the parent of segment {n} to be -1 or an earlier one, got {parent}; "
                     "put a parent before its children"
                 )
-            depths.append(0 if parent < 0 else depths[parent] + lengths[parent])
+        depths = _depths(lengths, parents)
         each = torch.tensor(lengths, dtype=torch.int64)
         ends = each.cumsum(0)
         columns = ends - each, ends, torch.tensor(parents, dtype=torch.int64)
@@ -79,31 +78,39 @@ class Segments:
         Raises:
             ValueError: a segment stands behind another tree than its parent's.
         """
-        found: list[list[tuple[int, int, int]]] = []
+        trees: list[list[tuple[int, int, int]]] = []
         root = 0
         for n, parent in enumerate(self.parents):
             if parent < 0:
                 root = n
-                found.append([])
+                trees.append([])
             elif parent < root:
                 raise ValueError(
                     f"expected the segments of each tree one after another, got {n}, whose parent "
                     f"is {parent}, behind {root}, which begins another; put each next to its tree"
                 )
-            begin = found[-1][-1][1] if found[-1] else 0
-            found[-1].append((begin, begin + self.lengths[n], max(-1, parent - root)))
-        return found
+            begin = trees[-1][-1][1] if trees[-1] else 0
+            trees[-1].append((begin, begin + self.lengths[n], max(-1, parent - root)))
+        return trees
 
     def pairs(self) -> list[int]:
         """For each tree, twice as many pairs of tokens as see each other: n * n of a tree of one
         segment, about."""
-        found, depths = [], []
-        for length, parent in zip(self.lengths, self.parents, strict=True):
-            depths.append(0 if parent < 0 else depths[parent] + self.lengths[parent])
+        pairs = []
+        depths = _depths(self.lengths, self.parents)
+        for length, parent, depth in zip(self.lengths, self.parents, depths, strict=True):
             if parent < 0:
-                found.append(0)
-            found[-1] += length * (2 * depths[-1] + length)
-        return found
+                pairs.append(0)
+            pairs[-1] += length * (2 * depth + length)
+        return pairs
+
+
+def _depths(lengths: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """Return how many tokens each segment's ancestors have."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + lengths[parent])
+    return depths
 
 
 def ranges_of(

@@ -68,9 +68,7 @@ def deal_batch(
     full = documents_of(batch, ignore_index, roles=roles)
     member = member_of(group)
     deal = deal_documents(full.lengths, member[1], max_tokens, cost=cost)
-    index = deal.tokens(member[0])
-    tokens = {n: x[index.to(x.device)] for n, x in full.tokens.items()}
-    return dealt_batch(tokens, full, deal), deal
+    return dealt_batch(full.at(deal.tokens(member[0])), full, deal), deal
 
 
 @dataclass
@@ -92,6 +90,17 @@ class Documents:
     rest: dict[str, Any]
     valid: Tensor
     makes_positions: bool
+
+    def at(self, index: Tensor) -> dict[str, Tensor]:
+        """Return some of the tokens, int64 [n]."""
+        return {n: x[index.to(x.device)] for n, x in self.tokens.items()}
+
+
+def padded(tokens: Tensor, valid: Tensor) -> Tensor:
+    """Return the rows [B, S, ...] whose ``valid`` [B, S] tokens, row after row, are [N, ...]; 0 in
+    padding."""
+    where = valid.to(tokens.device).view(*valid.shape, *[1] * (tokens.dim() - 1))
+    return tokens.new_zeros(*valid.shape, *tokens.shape[1:]).masked_scatter(where, tokens)
 
 
 def documents_of(batch: Mapping[str, Any], ignore_index: int, **how: Any) -> Documents:

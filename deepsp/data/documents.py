@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from deepsp.data.borders import Segments
 from deepsp.data.sharding import unshard
+from deepsp.ranks.agreement import number_of
 from deepsp.ranks.groups import Group
 
 
@@ -138,8 +138,7 @@ class Deal:
     @cached_property
     def digest(self) -> int:
         """A number that is the same on all ranks with the same deal, and hardly on others."""
-        told = repr((self.lengths, self.places, self.lens, self.segments)).encode()
-        return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
+        return number_of([("deal", (self.lengths, self.places, self.lens, self.segments))])
 
     @property
     def costs(self) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,11 +12,12 @@ from torch import Tensor
 
 from deepsp.data import last_batch
 from deepsp.data.borders import Segments
-from deepsp.data.deal_batch import Documents, dealt_batch, documents_of
+from deepsp.data.deal_batch import Documents, dealt_batch, documents_of, padded
 from deepsp.data.documents import deal_documents
 from deepsp.data.roles import leaves_of, name_of, named_values
 from deepsp.data.same_batch import ADVICE, compare_batches
 from deepsp.data.sharding import unshard
+from deepsp.ranks.agreement import number_of
 from deepsp.ranks.groups import Group, member_of
 
 
@@ -68,8 +68,7 @@ class Fold:
     @cached_property
     def digest(self) -> int:
         """A number that is the same on all ranks with the same fold, and hardly on others."""
-        told = repr((self.segments, self.seq_lens, self.deal and self.deal.places)).encode()
-        return int.from_bytes(hashlib.blake2b(told, digest_size=7).digest(), "big")
+        return number_of([("fold", (self.segments, self.seq_lens, self.deal and self.deal.places))])
 
     def counts(self, real_rows: Tensor | None = None) -> Tensor:
         """How many sequences have each token of the row.
@@ -123,10 +122,7 @@ class Fold:
             (row,) = unshard(tensor, 1, group, self.seq_lens)
         else:
             (row,) = self.deal.unshard(tensor, group)
-        tokens = row[self.places.to(row.device)]
-        full = tokens.new_zeros(*self.valid.shape, *tokens.shape[1:])
-        where = self.valid.to(tokens.device)
-        return full.masked_scatter(where.view(*where.shape, *[1] * (tokens.dim() - 1)), tokens)
+        return padded(row[self.places.to(row.device)], self.valid)
 
 
 def fold(
@@ -189,8 +185,7 @@ def fold(
 
 def folded_batch(documents: Documents, folded: Fold, rank: int) -> dict[str, Any]:
     """The batch of a rank's tokens, and the fold."""
-    index = folded.sources[folded.index(rank)]
-    tokens = {n: x[index.to(x.device)] for n, x in documents.tokens.items()}
+    tokens = documents.at(folded.sources[folded.index(rank)])
     local = dealt_batch(tokens, documents, folded)
     if len(folded.segments.lengths) > 1:
         last_batch.remember_fold(local, documents.roles.tokens)
@@ -202,9 +197,9 @@ def fold_documents(documents: Documents, ranks: int, deal: bool = False) -> Fold
     count = sum(documents.lengths)
     if count == 0:
         raise ValueError("expected a batch with tokens, got only padding, or no rows; leave it out")
-    told = torch.cat([_bytes(x, count) for x in documents.tokens.values()], 1).numpy()
+    content = torch.cat([_bytes(x, count) for x in documents.tokens.values()], 1).numpy()
     firsts = torch.tensor([0, *documents.lengths]).cumsum(0).tolist()
-    rows = [told[begin:end] for begin, end in itertools.pairwise(firsts)]
+    rows = [content[begin:end] for begin, end in itertools.pairwise(firsts)]
     blobs = [row.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=blobs.__getitem__)  # sequences that begin alike adjoin
     tree = _Tree()
@@ -214,12 +209,13 @@ def fold_documents(documents: Documents, ranks: int, deal: bool = False) -> Fold
         places[firsts[n] : firsts[n + 1]] = tree.add(alike, len(rows[n]))
         sources.append(torch.arange(firsts[n] + alike, firsts[n + 1]))
     segments = Segments(*tree.segments())
-    every = torch.cat(sources) if sources else places
-    return Fold(segments, every, places, documents.valid, documents.lengths, ranks, deal)
+    return Fold(
+        segments, torch.cat(sources), places, documents.valid, documents.lengths, ranks, deal
+    )
 
 
 def _bytes(x: Tensor, count: int) -> Tensor:
-    """What a tensor [N, ...] says of each token, uint8 [N, bytes]."""
+    """Return a tensor [N, ...] as bytes of each token, uint8 [N, bytes]."""
     return x.detach().cpu().contiguous().view(count, -1).view(torch.uint8)
 
 

@@ -43,6 +43,19 @@ def compare_attention(whole, lens, ours, reference, extra=(), **tolerance):
         torch.testing.assert_close(a, b, **tolerance, msg=lambda m, n=n: f"gradient {n}: {m}")
 
 
+def compare_tokens(results, expected, index, leaves):
+    """Compares results of this rank's tokens, ``index`` [S_r], with those of all, and the sums of
+    the ranks' gradients."""
+    grads = [draw(*x.shape, seed=9) for x in expected]
+    for x, y in zip(results, expected, strict=True):
+        torch.testing.assert_close(x, y[:, index])
+    mine = torch.autograd.grad(results, leaves, [g[:, index] for g in grads])
+    of_all = torch.autograd.grad(expected, leaves, grads)
+    for x, y in zip(mine, of_all, strict=True):
+        dist.all_reduce(x := x.contiguous())
+        torch.testing.assert_close(x, y)
+
+
 def check_attention(batch, total, heads, kv_heads, dims, causal, chunks, kind, scale):
     lens = lens_of(kind, total, dist.get_world_size())
     gqa = heads != kv_heads

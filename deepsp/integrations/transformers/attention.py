@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepsp.data.fold import Fold
 from deepsp.integrations.transformers import absorbed, caches
 from deepsp.integrations.transformers.arguments import check_arguments, check_keys, settle
 from deepsp.integrations.transformers.cores import Core, attend_to_chosen
@@ -93,7 +92,7 @@ def attention(
             "softcap": softcap,
             "sinks": s_aux,
             "kv_chunk": kv_chunk,
-            "deal": masks.deal.deal if isinstance(masks.deal, Fold) else masks.deal,
+            "deal": pattern.deal,
         }
     else:
         mask = masks.mask_for("sdpa", query, module.config)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from deepsp.data import last_batch
+from deepsp.data.documents import Deal
 from deepsp.data.fold import Fold
 from deepsp.data.same_batch import carried, compare_carried
 from deepsp.integrations.transformers.forward import running
@@ -27,11 +28,12 @@ from deepsp.ranks.groups import Member, on_all_ranks
 @dataclass(frozen=True)
 class Ranges:
     """A mask as :func:`deepsp.distributed_attention` takes it: whether it is causal, documents and
-    a window."""
+    a window, or how documents were dealt out."""
 
     is_causal: bool
     documents: Tensor | None
     window_size: tuple[int, int] | None
+    deal: Deal | None = None
 
 
 class Masks:
@@ -174,14 +176,15 @@ class Masks:
         longest = max(self.deal.lengths, default=0)
         window = pattern.window_size(longest)
         if not isinstance(self.deal, Fold):
-            return Ranges(pattern.right == 0, None, window)
+            return Ranges(pattern.right == 0, None, window, self.deal)
         if pattern.right != 0 or pattern.chunk is not None:
             raise ValueError(
                 "expected causal attention, maybe within a window, with folded prefixes, got "
                 "another mask; use shard_batch, or leave fold_prefixes out"
             )
-        dealt = self.deal.deal is not None  # which knows the documents
-        return Ranges(True, None if dealt else self.deal.segments.documents, window)
+        if self.deal.deal is not None:
+            return Ranges(True, None, window, self.deal.deal)
+        return Ranges(True, self.deal.segments.documents, window)
 
     def _ranges(self, counts: bool) -> Ranges | None:
         """``counts``: whether all positions count each row's tokens from 0."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import Dynamo now
 from torch.utils._pytree import tree_map_only
 
-from deepsp.data.deal_batch import dealt_batch, documents_of
+from deepsp.data.deal_batch import dealt_batch, documents_of, padded
 from deepsp.data.documents import Deal, deal_documents
 from deepsp.data.fold import Fold, fold_documents, folded_batch
 from deepsp.data.roles import TOKENS, leaves_of, name_of
@@ -75,11 +75,7 @@ class _Share:
         elif isinstance(self.deal, Fold):
             full = self.deal.unfold(x, self.member)
         else:
-            tokens = self.deal.unshard(x, self.member)[0]
-            full = tokens.new_zeros(*self.valid.shape, *tokens.shape[1:])
-            full = full.masked_scatter(
-                self.valid.to(x.device).view(*self.valid.shape, *[1] * (tokens.dim() - 1)), tokens
-            )
+            full = padded(self.deal.unshard(x, self.member)[0], self.valid)
         return torch.ops.deepsp._scale_gradient(full, float(self.member[1]))
 
 
@@ -249,32 +245,26 @@ class FullRows:
 
     def _sharded(self, base: nn.Module, batch: dict[str, Any]) -> tuple[dict[str, Any], _Share]:
         how = {"roles": self.roles, "inputs": self.inputs}
-        if self.folds_prefixes:
-            return self._folded(base, batch, how)
-        if not (self.mixes_lengths and base.training):
+        if self.folds_prefixes and "shift_labels" in batch and not batch.get("fused_lm_head"):
+            raise ValueError(
+                f"expected no labels in the call of {type(base).__name__} with fold_prefixes, "
+                "since its loss would count shared tokens once, got some; leave fold_prefixes out"
+            )
+        if not self.folds_prefixes and not (self.mixes_lengths and base.training):
             local, lens = local_batch(batch, self.member, shard_at=self.shard_at, **how)
             rows = next(len(local[n]) for n in TOKENS if n in local)
             return dict(local), _Share(self.member, rows, lens)
         compare_batches([(name_of(p), x) for p, x in leaves_of(batch)], self.member, ADVICE)
         documents = documents_of(batch, -100, **how)
+        if self.folds_prefixes:
+            fold = fold_documents(documents, self.member[1], self.mixes_lengths)
+            of_rows, through = self.folded
+            self.folded = (of_rows + len(fold.places), through + len(fold.sources))
+            share = _Share(self.member, 1, fold.seq_lens, fold)
+            return folded_batch(documents, fold, self.member[0]), share
         deal = deal_documents(documents.lengths, self.member[1])
-        index = deal.tokens(self.member[0])
-        tokens = {n: x[index.to(x.device)] for n, x in documents.tokens.items()}
         share = _Share(self.member, 1, deal.seq_lens, deal, documents.valid)
-        return dealt_batch(tokens, documents, deal), share
-
-    def _folded(self, base: nn.Module, batch: dict[str, Any], how) -> tuple[dict, _Share]:
-        if "shift_labels" in batch and not batch.get("fused_lm_head"):
-            raise ValueError(
-                f"expected no labels in the call of {type(base).__name__} with fold_prefixes, "
-                "since its loss would count shared tokens once, got some; leave fold_prefixes out"
-            )
-        compare_batches([(name_of(p), x) for p, x in leaves_of(batch)], self.member, ADVICE)
-        documents = documents_of(batch, -100, **how)
-        fold = fold_documents(documents, self.member[1], self.mixes_lengths)
-        self.folded = (self.folded[0] + len(fold.places), self.folded[1] + len(fold.sources))
-        share = _Share(self.member, 1, fold.seq_lens, fold)
-        return folded_batch(documents, fold, self.member[0]), share
+        return dealt_batch(documents.at(deal.tokens(self.member[0])), documents, deal), share
 
     @_disable_dynamo
     def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any):

@@ -306,9 +306,12 @@ class _InPlaceOfTheOp(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         ops = torch.ops.deepsp
-        for op in (ops.distributed_attention, ops.distributed_attention_with_lse):
-            if func in (op, op.default):
-                heads, with_lse = kwargs["layout"].index("h"), op is not ops.distributed_attention
-                out = stand_in(*args[:3], heads, with_lse)
-                return tuple(x.contiguous() for x in out) if with_lse else out.contiguous()
-        return func(*args, **kwargs)
+        plain, with_lse = (
+            (op, op.default)
+            for op in (ops.distributed_attention, ops.distributed_attention_with_lse)
+        )
+        if func not in (*plain, *with_lse):
+            return func(*args, **kwargs)
+        out = stand_in(*args[:3], kwargs["layout"].index("h"), return_lse=True)
+        out, lse = (x.contiguous() for x in out)
+        return (out, lse) if func in with_lse else out
