@@ -96,6 +96,9 @@ c10::IValue deal_op(const Given& given) {
     found.push_back(place.level);
     found.push_back(place.first);
   }
+  for (const int64_t width : block_widths(ranks)) {
+    found.push_back(width);
+  }
   for (const std::vector<int64_t>& lens : deal.lens) {
     found.insert(found.end(), lens.begin(), lens.end());
   }

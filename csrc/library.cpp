@@ -35,7 +35,8 @@ TORCH_LIBRARY(deepsp, m) {
       "int chunks=1) -> int[]",
       pure);
   // Deals documents out over ranks (layout/deal.h): for each document the level of its block and
-  // the block's first rank, then for each level the tokens that each rank holds of its documents.
+  // the block's first rank, then each level's width, then for each level the tokens that each rank
+  // holds of its documents.
   m.def(
       "deal_documents(int[] lengths, int ranks, int max_tokens, float linear, "
       "float quadratic, float[] pairs=[]) -> int[]",
@@ -80,7 +81,7 @@ TORCH_LIBRARY(deepsp, m) {
   // Its adjoint: inputs[i] [B, S, h_i, D_i] -> [B, S_rank, H_i, D_i], fresh and
   // contiguous; tokens_first: lying in memory as [S_rank, B, H_i, D_i]. What several
   // ranks say of one head is summed, in rank order, in float32 (float64 for float64).
-  // levels: the widths of layout/plan.h, 2, 4, ... and the number of ranks, if there are several.
+  // levels: the widths of layout/plan.h, 2, 3, 4, 6, ... and the number of ranks, if several.
   // seq_lens then has every rank's tokens of the first, then those of the next; the inputs have
   // them in this order. A rank gets tensors for each of its blocks, one level's after the other's.
   m.def(

@@ -16,7 +16,8 @@ import deepsp
 def _blocks(deal):
     """Level, first rank and width of each block."""
     for level, width in enumerate(deal.widths):
-        for first in range(0, deal.ranks - width + 1, width):
+        stride = next(n for n in (1, 2, 4, 8, 16) if n >= width)
+        for first in [0] if width == deal.ranks else range(0, deal.ranks - width + 1, stride):
             yield level, first, width
 
 
@@ -91,9 +92,10 @@ def test_every_token_is_on_one_rank(ranks, lengths, cost, spare):
         (1, [1]),
         (2, [1, 2]),
         (3, [1, 2, 3]),
-        (5, [1, 2, 4, 5]),
-        (6, [1, 2, 4, 6]),
-        (8, [1, 2, 4, 8]),
+        (5, [1, 2, 3, 4, 5]),
+        (6, [1, 2, 3, 4, 6]),
+        (8, [1, 2, 3, 4, 6, 8]),
+        (13, [1, 2, 3, 4, 6, 8, 12, 13]),
     ],
 )
 def test_levels(ranks, widths):
@@ -115,6 +117,14 @@ def test_shared_by_as_few_as_it_takes():
     deal = deepsp.deal_documents([50, 150, 90, 10, 100], 4, 100, cost=(1.0, 0.0))
     assert [level for level, _ in deal.places] == [0, 1, 0, 0, 0]
     assert deal.seq_lens == [100] * 4
+    # What fills three ranks of four, or of eight, leaves the fourth alone.
+    deal = deepsp.deal_documents([100, 300, 100, 300], 8, 100, cost=(1.0, 0.0))
+    assert [deal.widths[level] for level, _ in deal.places] == [1, 3, 1, 3]
+    assert [first for _, first in deal.places] == [7, 4, 3, 0]
+    deal = deepsp.deal_documents([130, 270], 4, 100, cost=(1.0, 0.0))
+    assert [deal.widths[level] for level, _ in deal.places] == [2, 4]
+    deal = deepsp.deal_documents([600, 100, 100], 8, 100, cost=(1.0, 0.0))
+    assert [deal.widths[level] for level, _ in deal.places] == [6, 1, 1]
     # One token more on some ranks is no reason to share.
     assert deepsp.deal_documents([1] * 5, 2, cost=(1.0, 0.0)).shared == 0
     # Twice the tokens have four times the attention: the long one has as much of it as all others.

@@ -13,7 +13,7 @@ from trained import tiny
 
 import deepsp
 from deepsp.data.deal_batch import documents_of
-from deepsp.data.fold import fold_documents
+from deepsp.data.fold import _sent, fold_documents
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=9)
 
@@ -89,7 +89,49 @@ def _log_probs(model, batch):
     return found.masked_fill(labels == -100, 0)
 
 
-def _looped(of, more, deal=False):
+def _short_prompts(seed):
+    """Completions so much longer than their prompts that ranks rather hold a prompt each."""
+    draws = torch.Generator().manual_seed(seed)
+    rows = [
+        [7] * 3 + torch.randint(8, 40, (n,), generator=draws).tolist() for n in range(90, 102, 2)
+    ]
+    batch = _padded([*rows, rows[2]])
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    labels[:, :3] = -100
+    return {**batch, "labels": labels}
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(1, 5))
+def test_roots_are_cut_where_their_copies_cost_little(root, answers, ranks):
+    rows = [[1] * root + [2 + n] * count for n, count in enumerate(answers)]
+    documents = documents_of(_padded(rows), -100)
+    whole, fold = fold_documents(documents, 1, True), fold_documents(documents, ranks, True)
+    ids, copies = documents.tokens["input_ids"], len(fold.sources) - len(whole.sources)
+    assert torch.equal(ids[fold.sources][fold.places], ids)
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    assert torch.equal(fold.segments.positions[0][fold.places], positions)
+    assert copies % root == 0 and copies <= 0.03 * len(whole.sources)
+    if copies:
+        assert _sent(fold.deal) < _sent(deepsp.deal_documents(whole.segments, ranks))
+
+
+def test_cut_roots_leave_nothing_to_share():
+    rows = [[], *([1] * 4 + [2 + n] * 300 for n in range(6))]
+    documents = documents_of(_padded(rows), -100)
+    for ranks, trees in ((1, 1), (2, 2), (3, 3), (4, 4)):
+        fold = fold_documents(documents, ranks, True)
+        assert len(fold.deal.lengths) == trees, fold.deal
+        assert len(fold.sources) == 1800 + 4 * trees
+        assert fold.deal.imbalance <= 0.03
+        assert (fold.deal.shared > 0) == (ranks == 4)  # six completions: one and a half each
+    # Here, cut trees would leave more to send.
+    trees = {1: (3, [40, 100]), 2: (2, [200, 200, 40])}
+    rows = [[n] * r + [5 + i] * m for n, (r, ends) in trees.items() for i, m in enumerate(ends)]
+    fold = fold_documents(documents_of(_padded(rows), -100), 4, True)
+    assert len(fold.deal.lengths) == 2
+
+
+def _looped(of, more, deal=False, batch_of=_batch):
     from deepsp.integrations.transformers import register
 
     register()
@@ -97,11 +139,14 @@ def _looped(of, more, deal=False):
     model = copy.deepcopy(reference)
     model.set_attn_implementation("deepsp")
     for seed in range(3):
-        batch = _batch(seed)
+        batch = batch_of(seed)
         expected = _log_probs(reference, batch)
         local, fold = deepsp.fold(batch, deal=deal)
         assert (fold.deal is not None) == deal
-        assert sum(fold.seq_lens) < 0.8 * int(batch["attention_mask"].sum())
+        real = int(batch["attention_mask"].sum())
+        assert sum(fold.seq_lens) < 0.9 * real
+        if batch_of is _short_prompts:
+            assert fold.counts().sum() == real and len(fold.deal.lengths) > 1
         labels = local.pop("shift_labels")
         hidden = model.model(**local, use_cache=False).last_hidden_state
         found = deepsp.token_log_probs(hidden, model.lm_head.weight, labels)
@@ -131,7 +176,8 @@ def test_a_loop(size, of):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_loop_of_dealt_trees(size):
-    on_ranks(size, _looped, "mistral", MODELS["mistral"], True, apart="transformers")
+    for batch_of in (_batch, _short_prompts):
+        on_ranks(size, _looped, "mistral", MODELS["mistral"], True, batch_of, apart="transformers")
 
 
 def _refuses():

@@ -18,19 +18,24 @@ from deepsp.data.documents import Deal
 from deepsp.integrations.transformers import register
 
 
+def _firsts(width, ranks):
+    """The first ranks of blocks, which lie in aligned blocks of powers of two; or all ranks."""
+    stride = next(n for n in (1, 2, 4, 8) if n >= width)
+    return [0] if width == ranks else range(0, ranks - width + 1, stride)
+
+
 def _deal(ranks, seed, lengths=(1, 1, 2, 5, 9, 17, 30)):
     """Any blocks, and any split over their ranks."""
     draws = random.Random(seed)
-    widths = [2**n for n in range((ranks - 1).bit_length())] + [ranks]
+    widths = deepsp.deal_documents([], ranks).widths
     sizes, places = [], []
     for _ in range(draws.randint(1, 8)):
         level = draws.randrange(len(widths))
-        width = widths[level]
-        places.append((level, draws.randrange(ranks // width) * width))
+        places.append((level, draws.choice(_firsts(widths[level], ranks))))
         sizes.append(draws.choice(lengths))
     lens = [[0] * ranks for _ in widths]
     for level, width in enumerate(widths):
-        for first in range(0, ranks - width + 1, width):
+        for first in _firsts(width, ranks):
             total = sum(n for n, p in zip(sizes, places, strict=True) if p == (level, first))
             cuts = sorted(draws.randint(0, total) for _ in range(width - 1))
             borders = [0, *cuts, total]

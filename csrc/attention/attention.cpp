@@ -191,13 +191,13 @@ Attention attend_dealt(
   std::vector<LevelCells> levels;
   const std::vector<int64_t> widths = level_widths(ranks);
   for (size_t n = 0; n < widths.size(); ++n) {
-    const int64_t width = widths[n], first = rank / width * width;
-    if (first + width <= ranks) {  // else this rank is in no block of the level
+    const int64_t width = widths[n];
+    if (const auto first = block_of(rank, width, ranks)) {
       c10::SymInt tokens = 0;
-      for (int64_t p = first; p < first + width; ++p) {
+      for (int64_t p = *first; p < *first + width; ++p) {
         tokens = tokens + lens[(n + 1) * ranks + p];
       }
-      levels.push_back(level(n + 1, first, width, tokens));
+      levels.push_back(level(n + 1, *first, width, tokens));
     }
   }
   // With one level, which all ranks share, queries are cut as anywhere else; with several, only

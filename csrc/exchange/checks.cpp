@@ -109,8 +109,8 @@ int64_t check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank, int64_t level
       levels > 1 ? level_widths(parts) : std::vector<int64_t>{parts};
   TORCH_CHECK_VALUE(
       parts * levels == count && static_cast<int64_t>(widths.size()) == levels,
-      "expected seq_lens to have the tokens of each rank for each of the levels of width 2, 4, "
-      "... and the number of ranks, got ",
+      "expected seq_lens to have the tokens of each rank for each of the levels of width 2, 3, "
+      "4, 6, ... and the number of ranks, got ",
       count, " entries for ", levels, " levels");
   check_rank(rank, parts, " in seq_lens");
   for (int64_t n = 0; n < count; ++n) {
@@ -118,11 +118,11 @@ int64_t check_seq_lens(c10::SymIntArrayRef seq_lens, int64_t rank, int64_t level
     check_fits(seq_lens[n], "seq_lens");
   }
   for (int64_t n = 0; n < levels; ++n) {
-    for (int64_t p = parts / widths[n] * widths[n]; p < parts; ++p) {
+    for (int64_t p = 0; p < parts; ++p) {
       TORCH_CHECK_VALUE(
-          seq_lens[n * parts + p] == 0, "expected seq_lens[", n * parts + p,
-          "] to be 0, since rank ", p, " of ", parts, " is in no block of ", widths[n], ", got ",
-          seq_lens[n * parts + p]);
+          block_of(p, widths[n], parts) || seq_lens[n * parts + p] == 0, "expected seq_lens[",
+          n * parts + p, "] to be 0, since rank ", p, " of ", parts, " is in no block of ",
+          widths[n], ", got ", seq_lens[n * parts + p]);
     }
   }
   return parts;

@@ -13,6 +13,16 @@ namespace {
 constexpr double kTolerance = 0.03;  // how far the largest cost may be above the mean
 constexpr double kStep = 0.8;        // find_places
 constexpr int kRounds = 24;
+constexpr double kMostWork = 1e6;  // deal_documents; about 20 ms
+
+// From a block to the next one of this width.
+int64_t stride_of(int64_t width) {
+  int64_t stride = 1;
+  while (stride < width) {
+    stride *= 2;
+  }
+  return stride;
+}
 
 // Blocks of ranks are nested: the parent of a block is the narrowest block that contains it.
 struct Block {
@@ -22,26 +32,33 @@ struct Block {
 };
 
 struct Blocks {
-  explicit Blocks(int64_t ranks) : widths(block_widths(ranks)) {
+  explicit Blocks(std::vector<int64_t> nested) : widths(std::move(nested)) {
+    const int64_t ranks = widths.back();
     for (const int64_t width : widths) {
       begins.push_back(all.size());
-      for (int64_t first = 0; first + width <= ranks; first += width) {
+      strides.push_back(stride_of(width));
+      for (int64_t first = 0; first + width <= ranks; first += strides.back()) {
         all.push_back({first, width, 0});
       }
     }
     begins.push_back(all.size());
     for (size_t level = 0; level < widths.size(); ++level) {
       for (size_t n = begins[level]; n < begins[level + 1]; ++n) {
-        const size_t next = begins[level + 1] + (n - begins[level]) / 2;
-        const bool exists = level + 1 < widths.size() && next < begins[level + 2];
-        all[n].parent = exists ? next : all.size() - 1;
+        size_t above = level + 1;
+        while (above < levels() && block_of(all[n].first, widths[above], ranks) == std::nullopt) {
+          ++above;
+        }
+        all[n].parent = above < levels() ? at(above, all[n].first) : n;
       }
     }
   }
 
   size_t levels() const { return widths.size(); }
+  // The block of a level that begins at a rank, or has it.
+  size_t at(size_t level, int64_t rank) const { return begins[level] + rank / strides[level]; }
 
   std::vector<int64_t> widths;
+  std::vector<int64_t> strides;
   std::vector<size_t> begins;  // by level: its first block; at the end: the number of blocks
   std::vector<Block> all;
 };
@@ -138,8 +155,8 @@ class Placement {
     }
     for (size_t below = 0; below < level; ++below) {
       const int64_t width = blocks_.widths[below];
-      for (int64_t r = block.first; r + width <= end; r += width) {
-        if (!use(blocks_.begins[below] + r / width, lost_[r + width] - lost_[r])) {
+      for (int64_t r = block.first; r + width <= end; r += blocks_.strides[below]) {
+        if (!use(blocks_.at(below, r), lost_[r + width] - lost_[r])) {
           return false;
         }
       }
@@ -239,15 +256,49 @@ std::vector<int64_t> fill(
   return added;
 }
 
+// Splits the tokens of all blocks over their ranks: by level of `blocks` and rank.
+std::vector<std::vector<int64_t>> split_tokens(
+    const Blocks& blocks, const Placement& placement, int64_t max_tokens, double linear) {
+  // Narrow blocks first: wider ones can even out what these leave. Each block's own best split is
+  // best for all: how much room a block has left below a cost doesn't depend on its split.
+  const int64_t ranks = blocks.widths.back();
+  std::vector<std::vector<int64_t>> result;
+  std::vector<int64_t> held(ranks, 0);
+  for (size_t level = 0; level < blocks.levels(); ++level) {
+    std::vector<int64_t> lens(ranks, 0);
+    for (size_t n = blocks.begins[level]; n < blocks.begins[level + 1]; ++n) {
+      const Block& block = blocks.all[n];
+      const std::vector<int64_t> added = fill(
+          block, placement.tokens[n], &placement.attention[block.first], &held[block.first],
+          max_tokens, linear);
+      std::copy(added.begin(), added.end(), lens.begin() + block.first);
+    }
+    for (int64_t r = 0; r < ranks; ++r) {
+      held[r] += lens[r];
+    }
+    result.push_back(std::move(lens));
+  }
+  return result;
+}
+
 }  // namespace
 
 std::vector<int64_t> block_widths(int64_t ranks) {
   std::vector<int64_t> widths;
   for (int64_t width = 1; width < ranks; width *= 2) {
     widths.push_back(width);
+    if (width > 1 && width / 2 * 3 < ranks) {
+      widths.push_back(width / 2 * 3);
+    }
   }
   widths.push_back(ranks);
   return widths;
+}
+
+std::optional<int64_t> block_of(int64_t rank, int64_t width, int64_t ranks) {
+  const int64_t stride = stride_of(width), first = rank / stride * stride;
+  const bool has = rank < first + width && first + width <= ranks;
+  return has ? std::optional(first) : std::nullopt;
 }
 
 Deal deal_documents(
@@ -257,7 +308,6 @@ Deal deal_documents(
     int64_t max_tokens,
     double linear,
     double quadratic) {
-  const Blocks blocks(ranks);
   std::vector<Document> documents;
   int64_t total = 0;
   double cost = 0;
@@ -275,27 +325,48 @@ Deal deal_documents(
   const double mean = cost / ranks;
   const double limit = std::max((1 + kTolerance) * mean, mean + linear);
 
-  Deal deal{std::vector<DocumentPlace>(lengths.size()), {}};
-  const Placement placement =
-      find_places(blocks, documents, max_tokens, linear, limit, deal.places);
-  // Narrow blocks first: wider ones can even out what these leave. Each block's own best split is
-  // best for all: how much room a block has left below a cost doesn't depend on its split.
-  std::vector<int64_t> held(ranks, 0);
-  for (size_t level = 0; level < blocks.levels(); ++level) {
-    std::vector<int64_t> lens(ranks, 0);
-    for (size_t n = blocks.begins[level]; n < blocks.begins[level + 1]; ++n) {
-      const Block& block = blocks.all[n];
-      const std::vector<int64_t> added = fill(
-          block, placement.tokens[n], &placement.attention[block.first], &held[block.first],
-          max_tokens, linear);
-      std::copy(added.begin(), added.end(), lens.begin() + block.first);
-    }
-    for (int64_t r = 0; r < ranks; ++r) {
-      held[r] += lens[r];
-    }
-    deal.lens.push_back(std::move(lens));
+  const std::vector<int64_t> widths = block_widths(ranks);
+  Deal best;
+  double least = std::numeric_limits<double>::infinity();
+  int64_t part = 1;
+  while (2 * part < ranks) {
+    part *= 2;
   }
-  return deal;
+  // Nested blocks have powers of two ranks; or 3 * part ranks instead of 2 * part, for one part.
+  // Each of these families of blocks is tried, until nothing is sent or it would take long.
+  double work = 0;
+  for (; part > 0 && least > 0 && work < kMostWork; part /= 2) {
+    work += double(documents.size()) * double(ranks);
+    std::vector<int64_t> nested;
+    std::vector<size_t> levels;
+    for (size_t level = 0; level < widths.size(); ++level) {
+      const int64_t width = widths[level];
+      if (width == ranks || (width % 3 == 0 ? width == 3 * part : width != 2 * part)) {
+        nested.push_back(width);
+        levels.push_back(level);
+      }
+    }
+    const Blocks blocks(nested);
+    std::vector<DocumentPlace> places(lengths.size());
+    const Placement placement = find_places(blocks, documents, max_tokens, linear, limit, places);
+    double sent = 0;
+    for (size_t n = 0; n < blocks.all.size(); ++n) {
+      const double width = blocks.all[n].width;
+      sent += placement.tokens[n] * (width - 1) / width;
+    }
+    if (sent < least) {
+      least = sent;
+      best = {places, {widths.size(), std::vector<int64_t>(ranks, 0)}};
+      for (DocumentPlace& place : best.places) {
+        place.level = levels[place.level];
+      }
+      const auto lens = split_tokens(blocks, placement, max_tokens, linear);
+      for (size_t n = 0; n < levels.size(); ++n) {
+        best.lens[levels[n]] = lens[n];
+      }
+    }
+  }
+  return best;
 }
 
 }  // namespace deepsp

@@ -4,14 +4,19 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 namespace deepsp {
 
-// The widths of blocks of ranks, by level: 1, 2, 4, ... below `ranks`, then `ranks` itself. A block
-// of width w < ranks has the ranks [k * w, (k + 1) * w), all of which exist. The block of the last
-// level has all ranks.
+// The widths of blocks of ranks, by level: 1, 2, 3, 4, 6, 8, 12, ... (powers of two, and three
+// times those) below `ranks`, then `ranks` itself. A block begins at a multiple of the next power
+// of two, so it lies within an aligned block of so many ranks; the block of the last level has all
+// ranks.
 std::vector<int64_t> block_widths(int64_t ranks);
+
+// The first rank of the block of this width that has `rank`, if all its ranks exist.
+std::optional<int64_t> block_of(int64_t rank, int64_t width, int64_t ranks);
 
 // A document's tokens are split over the ranks of its block. Each of them computes 1 / width of the
 // document's attention.
@@ -31,8 +36,10 @@ struct Deal {
 // - No rank holds more than max_tokens.
 // - With m as the mean cost of the ranks, no rank costs more than 1.03 * m or m + linear,
 //   whichever is larger, up to rounding.
-// - Documents are shared as narrowly as a search finds within these two. For the places found, no
-//   other lens have a smaller largest cost.
+// - Few elements leave their rank: (w - 1) / w of a block's. A search places documents in narrow
+//   blocks within these two limits. For the places found, no other lens have a smaller largest
+//   cost.
+// - The blocks in use are nested.
 //
 // The result depends on the arguments only. 0 <= lengths; 1 <= ranks; sum(lengths) <= ranks *
 // max_tokens < 2^63; 0 < linear; 0 <= quadratic; all costs are finite.

@@ -10,10 +10,10 @@
 // has what its source holds of each section, one after another. Where an owner has one section,
 // all ranks' blocks stack to it.
 //
-// Levels: not every token is everyone's. A level's width w says that the ranks [kw, kw + w) share
-// a sequence of their own, consecutive tokens each, whose heads are dealt out among them. A rank's
-// tokens are those of the first level, then those of the next. Widths are 2, 4, ..., and the number
-// of ranks, of which there is always one.
+// Levels: not every token is everyone's. In a level of width w, each block of w ranks (deal.h)
+// shares a sequence of its own, consecutive tokens each, whose heads are dealt out among them. A
+// rank's tokens are those of the first level, then those of the next. Widths are 2, 3, 4, 6, ...
+// and the number of ranks.
 
 #include "deal.h"
 #include "heads.h"
@@ -100,8 +100,7 @@ struct Level {
 
   // The first rank of the block that has this one, if there is such a block.
   std::optional<int64_t> block(int64_t rank) const {
-    const int64_t first = rank / width * width;
-    return first + width <= static_cast<int64_t>(lens.size()) ? std::optional(first) : std::nullopt;
+    return block_of(rank, width, static_cast<int64_t>(lens.size()));
   }
 };
 

@@ -30,8 +30,9 @@ class Deal:
     Attributes:
         lengths: the number of tokens of each document.
         ranks: the number of ranks, P.
-        widths: the number of ranks of a block, by level: 1, 2, 4, ... below P, then P itself. A
-            block of width w < P has the ranks from k * w to k * w + w - 1, the one of width P all.
+        widths: the number of ranks of a block, by level: 1, 2, 3, 4, 6, 8, 12, ... below P, then P
+            itself. Blocks begin at multiples of the next power of two: those of 3 ranks at 0, 4,
+            8, ...; that of P ranks has all.
         places: for each document, its level (an index of ``widths``) and the first rank of its
             block.
         lens: by level and rank, the number of tokens that the rank holds of documents of that
@@ -55,21 +56,29 @@ class Deal:
 
     def __post_init__(self):
         self.seq_lens = [sum(tokens) for tokens in zip(*self.lens, strict=True)]
-        # By level and block. Made now: compiled code reads them.
-        borders = [[[] for _ in range(0, self.ranks, width)] for width in self.widths]
+        # By level and rank. Made now: compiled code reads them.
+        borders: dict[tuple[int, int], list] = {}
         trees = [[(0, n)] * (n > 0) for n in self.lengths]
         columns = 2
         if self.segments is not None:
             trees, columns = self.segments.trees(), 3
-        for tree, (level, first) in zip(trees, self.places, strict=True):
-            of_block = borders[level][first // self.widths[level]]
+        for tree, place in zip(trees, self.places, strict=True):
+            of_block = borders.setdefault(place, [])
             begin, count = of_block[-1][1] if of_block else 0, len(of_block)
             for a, b, *parent in tree:
                 parent = [n + count if n >= 0 else -1 for n in parent]
                 of_block.append((begin + a, begin + b, *parent))
+        tables = {
+            place: torch.tensor(x, dtype=torch.int64).view(-1, columns)
+            for place, x in borders.items()
+        }
+        empty = torch.empty((0, columns), dtype=torch.int64)
         self._ranges = [
-            [torch.tensor(x, dtype=torch.int64).view(-1, columns) for x in of_level]
-            for of_level in borders
+            [
+                tables.get((level, self._first(level, rank)), empty)
+                for level in range(len(self.widths))
+            ]
+            for rank in range(self.ranks)
         ]
 
     def __str__(self) -> str:
@@ -133,22 +142,24 @@ class Deal:
             ValueError: there is no such rank.
         """
         self._check(rank)
-        return [x[rank // n] for n, x in zip(self.widths, self._ranges, strict=True)]
+        return self._ranges[rank]
 
     @cached_property
     def digest(self) -> int:
         """A number that is the same on all ranks with the same deal, and hardly on others."""
         return number_of([("deal", (self.lengths, self.places, self.lens, self.segments))])
 
+    @cached_property
+    def pairs(self) -> list[int]:
+        """For each document, its length squared; for a tree, :meth:`Segments.pairs`."""
+        return [n * n for n in self.lengths] if self.segments is None else self.segments.pairs()
+
     @property
     def costs(self) -> list[float]:
         """The cost of each rank: of its tokens, and of its part of the attention."""
         linear, quadratic = self.cost
         costs = [linear * n for n in self.seq_lens]
-        pairs = [n * n for n in self.lengths]
-        if self.segments is not None:
-            pairs = self.segments.pairs()
-        for n, (level, first) in zip(pairs, self.places, strict=True):
+        for n, (level, first) in zip(self.pairs, self.places, strict=True):
             width = self.widths[level]
             for rank in range(first, first + width):
                 costs[rank] += quadratic * n / width
@@ -208,8 +219,9 @@ class Deal:
     def _first(self, level: int, rank: int) -> int:
         """The first rank of a rank's block; -1 if it has none of that level."""
         width = self.widths[level]
-        first = rank // width * width
-        return first if first + width <= self.ranks else -1
+        stride = 1 << (width - 1).bit_length()
+        first = rank // stride * stride
+        return first if rank < first + width <= self.ranks else -1
 
     def _of_rank(self, rank: int) -> tuple[Tensor, Tensor]:
         """:meth:`tokens` and :meth:`positions` of a rank."""
@@ -234,11 +246,12 @@ def deal_documents(
     """Deals documents out over ranks, so that all ranks have as much to compute and few tokens are
     exchanged.
 
-    Most documents stay on one rank. One is shared by 2, 4, ... or all ranks if it has more tokens
-    or more to compute than fewer ranks may have. No rank holds more than ``max_tokens``, and none
-    costs more than 3 % above the mean (or one token, if that is more). Within these limits,
-    documents are shared as narrowly as a search finds. It takes microseconds a document, and its
-    result depends on nothing but the arguments: every rank may call it, and all get the same.
+    Most documents stay on one rank. One is shared by 2, 3, 4, 6, ... or all ranks if it has more
+    tokens or more to compute than fewer ranks may have. No rank holds more than ``max_tokens``, and
+    none costs more than 3 % above the mean (or one token, if that is more). Within these limits,
+    documents are shared as narrowly as a search finds. The search takes microseconds a document,
+    and its result depends on nothing but the arguments: every rank may call it, and all get the
+    same.
 
     Args:
         lengths: the number of tokens of each document. Or :class:`deepsp.Segments`: each tree is a
@@ -278,8 +291,9 @@ def deal_documents(
     if sum(lengths) >= 1 << 62:
         raise ValueError(f"expected documents of fewer than 2^62 tokens, got {sum(lengths)}")
     numbers = torch.ops.deepsp.deal_documents(lengths, ranks, limit, linear, quadratic, pairs)
-    places, lens = numbers[: 2 * len(lengths)], numbers[2 * len(lengths) :]
-    widths = [2**level for level in range((ranks - 1).bit_length())] + [ranks]
+    places, numbers = numbers[: 2 * len(lengths)], numbers[2 * len(lengths) :]
+    levels = len(numbers) // (ranks + 1)
+    widths, lens = numbers[:levels], numbers[levels:]
     return Deal(
         lengths,
         ranks,

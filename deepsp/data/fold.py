@@ -13,7 +13,7 @@ from torch import Tensor
 from deepsp.data import last_batch
 from deepsp.data.borders import Segments
 from deepsp.data.deal_batch import Documents, dealt_batch, documents_of, padded
-from deepsp.data.documents import deal_documents
+from deepsp.data.documents import Deal, deal_documents
 from deepsp.data.roles import leaves_of, name_of, named_values
 from deepsp.data.same_batch import ADVICE, compare_batches
 from deepsp.data.sharding import unshard
@@ -154,7 +154,8 @@ def fold(
         ignore_index: the label of tokens that don't count.
         roles: as in ``shard_batch``.
         deal: deals the trees out (:func:`deepsp.deal_documents`), so that ranks share only those
-            that are long: for batches with many prompts.
+            that are long: for batches with many prompts. Of those, a tree with a short root is cut
+            at it, each part with a copy, where fewer tokens are shared then.
 
     Returns:
         The local batch, and the fold. In the batch each tensor is [1, S_r, ...], this rank's tokens
@@ -192,8 +193,15 @@ def folded_batch(documents: Documents, folded: Fold, rank: int) -> dict[str, Any
     return local
 
 
+COPIES = 0.03
+"""The largest part of a tree's cost that copies of its root may add: as much as a deal lets the
+cost of ranks differ."""
+
+
 def fold_documents(documents: Documents, ranks: int, deal: bool = False) -> Fold:
-    """The tree of a batch's documents."""
+    """The tree of a batch's documents. Trees to be dealt out that several ranks would share are cut
+    at the root into as many, each with a copy of the root, where copies cost little and fewer
+    tokens are shared then."""
     count = sum(documents.lengths)
     if count == 0:
         raise ValueError("expected a batch with tokens, got only padding, or no rows; leave it out")
@@ -202,16 +210,58 @@ def fold_documents(documents: Documents, ranks: int, deal: bool = False) -> Fold
     rows = [content[begin:end] for begin, end in itertools.pairwise(firsts)]
     blobs = [row.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=blobs.__getitem__)  # sequences that begin alike adjoin
-    tree = _Tree()
-    places, sources = torch.empty(count, dtype=torch.int64), []
-    for before, n in zip([None, *order], order, strict=False):
-        alike = 0 if before is None else _alike(rows[before], rows[n])
-        places[firsts[n] : firsts[n + 1]] = tree.add(alike, len(rows[n]))
-        sources.append(torch.arange(firsts[n] + alike, firsts[n + 1]))
-    segments = Segments(*tree.segments())
-    return Fold(
-        segments, torch.cat(sources), places, documents.valid, documents.lengths, ranks, deal
-    )
+    alike = [0] + [_alike(rows[a], rows[b]) for a, b in itertools.pairwise(order)]
+
+    def folded(alike: list[int]) -> Fold:
+        tree = _Tree()
+        places, sources = torch.empty(count, dtype=torch.int64), []
+        for shared, n in zip(alike, order, strict=True):
+            places[firsts[n] : firsts[n + 1]] = tree.add(shared, len(rows[n]))
+            sources.append(torch.arange(firsts[n] + shared, firsts[n + 1]))
+        tokens, segments = torch.cat(sources), Segments(*tree.segments())
+        return Fold(segments, tokens, places, documents.valid, documents.lengths, ranks, deal)
+
+    whole = folded(alike)
+    if whole.deal is not None and whole.deal.shared > 0:
+        cut = folded(_cut_roots(whole.deal, alike, [len(rows[n]) for n in order]))
+        if _sent(cut.deal) < _sent(whole.deal):
+            return cut
+    return whole
+
+
+def _cut_roots(deal: Deal, alike: list[int], lengths: list[int]) -> list[int]:
+    """Cut trees that several ranks share at their roots.
+
+    Args:
+        deal: of the whole trees.
+        alike: for each sequence, how many tokens it shares with the one before.
+        lengths: the number of tokens of each sequence.
+
+    Returns:
+        ``alike``, with 0 where a tree is cut.
+    """
+    result = list(alike)
+    firsts = [n for n, shared in enumerate(alike) if shared == 0]
+    linear, quadratic = deal.cost
+    for first, end, (level, _), length, pairs in zip(
+        firsts, [*firsts[1:], len(alike)], deal.places, deal.lengths, deal.pairs, strict=True
+    ):
+        root = min(alike[first + 1 : end], default=0)
+        branches = [n for n in range(first + 1, end) if alike[n] == root]
+        parts = min(deal.widths[level], len(branches) + 1)
+        copies = (parts - 1) * (linear * root + quadratic * root * root)
+        if copies <= COPIES * (linear * length + quadratic * pairs):
+            own = [lengths[first] - root, *(lengths[n] - alike[n] for n in range(first + 1, end))]
+            before = dict(enumerate(itertools.accumulate(own), first + 1))
+            for part in range(1, parts):
+                share = before[end] * part / parts
+                result[min(branches, key=lambda n: abs(before[n] - share))] = 0
+    return result
+
+
+def _sent(deal: Deal) -> float:
+    """How many tokens leave their rank, in one exchange."""
+    return sum(sum(n) * (1 - 1 / w) for w, n in zip(deal.widths, deal.lens, strict=True))
 
 
 def _bytes(x: Tensor, count: int) -> Tensor:
