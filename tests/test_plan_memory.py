@@ -93,6 +93,33 @@ def test_levers():
     assert half.parts["parameters"] == both.parts["parameters"] / 2
 
 
+def test_shards_of_a_larger_world():
+    """In float32, beside a bfloat16 model: FSDP2's mixed precision."""
+    given = {"seq_len": 512, "ranks": 2, "dtype": torch.bfloat16, "sharded": True}
+    two, wide = (deepsp.plan_memory(config(), **given, **x).parts for x in ({}, {"world": 8}))
+    mixed = deepsp.plan_memory(config(), **given, world=8, shard_dtype=torch.float32).parts
+    assert two["optimizer states"] == 4 * wide["optimizer states"] == 2 * mixed["optimizer states"]
+    gathered = two["parameters"] - two["optimizer states"] / 2
+    assert gathered > 0  # in bfloat16, whatever the shards are
+    for plan in (wide, mixed):
+        assert plan["parameters"] == plan["optimizer states"] / 2 + gathered
+
+
+def test_long_sequences_are_estimated():
+    """By lines through shorter ones; what fits was run as it is."""
+    model, tokens = config(3), 40_000
+    model.vocab_size = 3000
+    levers = dict.fromkeys(("without_logits", "checkpoint"), True)
+    exact = deepsp.plan_memory(model, tokens, 2, **levers)
+    plan = deepsp.plan_memory(model, tokens, 2, **levers, limit=exact.total - 1)
+    assert plan.alternatives[0].total == pytest.approx(exact.total, rel=0.01)
+    plan = deepsp.plan_memory(model, tokens, 2, **levers, limit=round(1.5 * exact.total))
+    assert plan.parts == exact.parts and plan.levers == exact.levers
+    for factor, fits in ((1, True), (1.03, False)):
+        there = deepsp.plan_memory(model, round(plan.longest * factor), 2, **levers)
+        assert (there.total <= plan.limit) is fits
+
+
 def test_limit(tmp_path):
     """The fewest levers, in their order, that fit; and a sequence as long as is said fits."""
     short = config(2)
@@ -159,6 +186,7 @@ def test_other_models():
         ({"batch_size": 1.5}, "batch_size to be an int >= 1, got 1.5"),
         ({"seq_len": 3, "ranks": 4}, "seq_len >= 4, a token for each rank, got 3"),
         ({"offload": True}, "offload with checkpoint=True"),
+        ({"ranks": 4, "world": 6}, "world to be a multiple of ranks = 4, got 6"),
         ({"limit": "80 GX"}, "limit to be bytes or a string such as \"80 GB\", got '80 GX'"),
         ({"limit": -1}, "limit to be bytes .*, got -1"),
         ({"model": nn.Linear(2, 2)}, "causal language model of transformers .*, got Linear"),

@@ -139,7 +139,12 @@ def peaks_of_step(
 
     seq_lens = list(torch.ops.deepsp.token_split(seq_len, ranks))
     member = (0, ranks, _ATTENTION)
-    phases = {layers - 1: "backward of the last layer", 0: "backward of the first layer"}
+    # Apart, since each grows linearly with tokens and layers, and one more than another.
+    phases = {
+        layers - 1: "backward of the last layer",
+        layers - 2: "backward of a layer between",
+        0: "backward of the first layer",
+    }
     with FakeTensorMode(), _attention_over(ranks, seq_lens, kv_chunk), _Live() as live:
         live.part = "parameters"
         model = AutoModelForCausalLM.from_config(
@@ -153,7 +158,8 @@ def peaks_of_step(
             getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
         blocks = _blocks(model, layers)
         for index, phase in phases.items():
-            blocks[index].register_forward_hook(_phase_hook(live, phase))
+            if index >= 0:
+                blocks[index].register_forward_hook(_phase_hook(live, phase))
         for p in model.parameters():
             live.see(p, "parameters")
             p.register_post_accumulate_grad_hook(lambda p: live.move(p.grad, "gradients"))

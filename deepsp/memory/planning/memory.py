@@ -3,7 +3,8 @@
 A step of the model with few layers runs on fake tensors, which have sizes and no data, so every op
 of the model and of autograd is counted. The plan is for rank 0, which has the most tokens and
 heads. The live bytes of each phase (forward, the loss, backward of the last and of the first layer)
-grow linearly with the number of layers; two runs give the line. The peak is the largest phase."""
+grow linearly with the number of layers, and with the tokens where these are many; two runs give
+each line. The peak is the largest phase."""
 
 from __future__ import annotations
 
@@ -20,6 +21,9 @@ LEVERS = ("without_logits", "sharded", "tiled", "checkpoint", "offload")
 """By their cost in time: the head's product once more; gathers of weights, which can hide behind
 compute; one more forward of the MLPs; one more forward of all, which includes that; transfers of
 every layer's input."""
+
+_TRACED = ("without_logits", "tiled", "checkpoint")
+"""What changes a step on fake tensors; what the others change is computed."""
 
 _UNITS = {
     "": 1,
@@ -127,13 +131,16 @@ def plan_memory(
     checkpoint: bool = False,
     offload: bool = False,
     kv_chunk: int | None = None,
+    world: int | None = None,
+    shard_dtype: torch.dtype | None = None,
     limit: int | str | None = None,
 ) -> MemoryPlan:
     """Predicts the peak memory of a training step with AdamW on each rank of a sequence group, for
     a causal language model of transformers with causal attention and no padding.
 
     Nothing is sent, and no weights are made. Tensors are counted, but not the idle memory of an
-    allocator or NCCL. The AdamW is the one that updates one parameter at a time.
+    allocator or NCCL. The AdamW is the one that updates one parameter at a time. With a limit it
+    takes seconds, ten or so for a model of 8B parameters; a terminal shows a progress bar.
 
     Args:
         model: the model, or its configuration.
@@ -142,13 +149,18 @@ def plan_memory(
         batch_size: the number of sequences.
         dtype: of parameters, gradients and optimizer states; None: the model's.
         without_logits: the loss is :func:`deepsp.causal_lm_loss`.
-        sharded: parameters, gradients and optimizer states are sharded over the ranks (ZeRO 3,
-            FSDP); one layer's (or the largest parameter) is gathered at a time.
+        sharded: parameters, gradients and optimizer states are sharded over ``world`` ranks (ZeRO
+            3, FSDP); one layer's (or the largest parameter) is gathered at a time, in ``dtype``.
         tiled: the MLPs run in tiles (:func:`deepsp.tile_`).
         checkpoint: ``model.activation_checkpointing_enable()``.
         offload: the layers' inputs, which checkpoints save, are offloaded
             (:class:`deepsp.offload`). Needs ``checkpoint``.
         kv_chunk: as in :func:`deepsp.distributed_attention`.
+        world: where ``sharded``, the number of ranks that shards are spread over, a multiple of
+            ``ranks``; None: ``ranks``.
+        shard_dtype: where ``sharded``, the dtype of shards, their gradients and optimizer states,
+            such as float32 with ``dtype=torch.bfloat16`` (FSDP2's mixed precision); None:
+            ``dtype``.
         limit: bytes, or a string such as "80 GB". Levers are switched on until the step fits, in
             the order without_logits, sharded, tiled, checkpoint, offload. Those that are on stay
             on.
@@ -167,6 +179,9 @@ def plan_memory(
             raise ValueError(f"expected {name} to be an int >= 1, got {value!r}")
     if seq_len < ranks:
         raise ValueError(f"expected seq_len >= {ranks}, a token for each rank, got {seq_len}")
+    world = ranks if world is None else world
+    if not isinstance(world, int) or isinstance(world, bool) or world < 1 or world % ranks:
+        raise ValueError(f"expected world to be a multiple of ranks = {ranks}, got {world!r}")
     if offload and not checkpoint and limit is None:
         raise ValueError(
             "expected offload with checkpoint=True, whose layer inputs it keeps elsewhere, got "
@@ -195,18 +210,20 @@ def plan_memory(
         "checkpoint": checkpoint,
         "offload": offload,
     }
-    runs = _Runs(config, dtype, ranks, batch_size, kv_chunk)
+    runs = _Runs(config, dtype, ranks, batch_size, kv_chunk, world, shard_dtype or dtype)
     if limit is None:
         return runs.plan(seq_len, wanted)
     allowed, tried, on = _bytes(limit), [], dict(wanted)
-    for name in (None, *LEVERS):
-        if name is not None and (on[name] or (name == "sharded" and ranks == 1)):
+    for name in _with_progress((None, *LEVERS)):
+        if name is not None and (on[name] or (name == "sharded" and world == 1)):
             continue
         on = on if name is None else on | {name: True}
         if on["offload"] and not on["checkpoint"]:
             continue
         try:
-            plan = runs.plan(seq_len, on)
+            plan = runs.plan(seq_len, on, exact=False)
+            if plan.total <= allowed and not any(p.fits for p in tried):
+                plan = runs.plan(seq_len, on)
         except ValueError:
             if name != "tiled":
                 raise
@@ -215,7 +232,16 @@ def plan_memory(
         plan.limit, plan.longest = allowed, runs.longest(seq_len, on, allowed)
         tried.append(plan)
     chosen = next((p for p in tried if p.fits), tried[-1])
+    if chosen.longest and not runs.fits(chosen.longest, chosen.levers, allowed):
+        chosen.longest = runs.longest(seq_len, chosen.levers, allowed)  # with one more run
     return MemoryPlan(**{**vars(chosen), "alternatives": tried})
+
+
+def _with_progress(settings):
+    """Shows a progress bar after two seconds, in a terminal."""
+    from tqdm import tqdm  # which transformers requires
+
+    return tqdm(settings, "plan_memory", unit="setting", leave=False, disable=None, delay=2)
 
 
 def _config_of(model):
@@ -244,13 +270,36 @@ def _bytes(limit: int | str) -> int:
 class _Runs:
     """Runs steps on fake tensors, each once."""
 
-    def __init__(self, config, dtype, ranks: int, batch: int, kv_chunk: int | None):
+    def __init__(self, config, dtype, ranks, batch, kv_chunk, world, shard_dtype):
         self.config, self.dtype, self.ranks, self.batch = config, dtype, ranks, batch
-        self.kv_chunk = kv_chunk
+        self.kv_chunk, self.world, self.shard_dtype = kv_chunk, world, shard_dtype
         self.seen: dict[tuple, tuple] = {}
+        self.lengths: dict[tuple, set[int]] = {}
+        """By traced levers: those of the runs that lines go through."""
 
-    def phases(self, seq_len: int, levers: dict[str, bool]) -> dict[str, dict[str, float]]:
-        """Bytes by part in each phase, for the model with all its layers."""
+    def phases(
+        self, seq_len: int, levers: dict[str, bool], exact: bool = False
+    ) -> dict[str, dict[str, float]]:
+        """Bytes by part in each phase, for the model with all its layers. Unless ``exact``, those
+        of many tokens are estimated by a line through two runs."""
+        # From here on, tiles and chunks of logits don't grow any more.
+        tile = max(1024, self.config.get_text_config().hidden_size)
+        few = self.ranks * max(4 * tile, self._tokens_of_a_chunk())
+        lengths = self.lengths.setdefault(tuple(levers[n] for n in _TRACED), {few, 2 * few})
+        if exact or seq_len <= 2 * few or seq_len in lengths:
+            if seq_len > few:
+                lengths.add(seq_len)
+            return self._phases(seq_len, levers)
+        above = min((n for n in lengths if n >= seq_len), default=max(lengths))
+        below = max(n for n in lengths if n < above)
+        first, second = (self._phases(n, levers) for n in (below, above))
+        part = (seq_len - below) / (above - below)
+        return {
+            phase: {n: x + (second[phase][n] - x) * part for n, x in parts.items()}
+            for phase, parts in first.items()
+        }
+
+    def _phases(self, seq_len: int, levers: dict[str, bool]) -> dict[str, dict[str, float]]:
         text = self.config.get_text_config()
         count = text.num_hidden_layers
         kinds = getattr(text, "layer_types", None) or [None]
@@ -262,7 +311,7 @@ class _Runs:
         few, more = (count, count) if count <= 3 * period else (2 * period, 3 * period)
         runs = []
         for layers in dict.fromkeys((few, more)):
-            on = (levers[name] for name in ("without_logits", "tiled", "checkpoint"))
+            on = (levers[name] for name in _TRACED)
             key = (layers, seq_len, *on)
             if key not in self.seen:
                 self.seen[key] = self._peaks(layers, *key[1:])
@@ -274,18 +323,23 @@ class _Runs:
             return a + (b - a) * slope
 
         parameters = at_full_depth(sum(sizes), sum(more_sizes))
-        shards = self.ranks if levers["sharded"] else 1
+        shards = self.world if levers["sharded"] else 1
         gathered = max(block, *sizes) if shards > 1 else 0
+        wider = self.shard_dtype.itemsize / self.dtype.itemsize if shards > 1 else 1
+        sharded = parameters * wider / shards
         phases = {}
         for phase, peak in first.items():
-            if phase == "set-up":
+            if phase == "set-up" or phase not in second:
                 continue
             parts = {n: at_full_depth(peak[n], second[phase][n]) for n in PARTS}
-            parts["parameters"] = parameters / shards + gathered
-            parts["gradients"] = parts["gradients"] / shards
+            # The same bytes may count as logits with few layers, as activations with more.
+            parts["activations"] += min(0.0, parts["logits"])
+            parts["logits"] = max(0.0, parts["logits"])
+            parts["parameters"] = sharded + gathered
+            parts["gradients"] = parts["gradients"] * wider / shards
             if shards > 1 and parts["gradients"]:
                 parts["gradients"] += gathered
-            parts["optimizer states"] = 2 * parameters / shards
+            parts["optimizer states"] = 2 * sharded
             if levers["without_logits"] and phase == "the loss":
                 parts["logits"] += self._chunk_of_logits(seq_len)
             if levers["offload"]:
@@ -295,10 +349,10 @@ class _Runs:
             phases[phase] = parts
         # The update of a parameter makes two temporary tensors.
         phases["the optimizer"] = dict.fromkeys(PARTS, 0.0) | {
-            "parameters": parameters / shards,
-            "gradients": parameters / shards,
-            "optimizer states": 2 * parameters / shards,
-            "activations": 2 * max(sizes) / shards,
+            "parameters": sharded,
+            "gradients": sharded,
+            "optimizer states": 2 * sharded,
+            "activations": 2 * max(sizes) * wider / shards,
         }
         buffers = max(parts["exchange buffers"] for parts in phases.values())
         for parts in phases.values():
@@ -319,21 +373,29 @@ class _Runs:
                 f"{type(error).__name__}: {error}; this model can't be planned"
             ) from error
 
+    def _tokens_of_a_chunk(self) -> int:
+        """By kChunkBytes of csrc/loss/logits.h."""
+        vocabulary = self.config.get_text_config().vocab_size
+        return max(1, 2**25 // (max(4, self.dtype.itemsize) * vocabulary))
+
     def _chunk_of_logits(self, seq_len: int) -> int:
-        """The loss's temporary memory, by kChunkBytes of csrc/loss/logits.h."""
+        """The loss's temporary memory."""
         wide = max(4, self.dtype.itemsize)
         vocabulary = self.config.get_text_config().vocab_size
-        tokens = min(self.batch * -(-seq_len // self.ranks), max(1, 2**25 // (wide * vocabulary)))
+        tokens = min(self.batch * -(-seq_len // self.ranks), self._tokens_of_a_chunk())
         narrow = self.dtype.itemsize if self.dtype.itemsize < wide else 0
         # In a narrow dtype, a chunk's gradient of the weight exists beside the sum.
         part = narrow * self.config.get_text_config().hidden_size
         return vocabulary * (tokens * (wide + narrow) + part)
 
-    def plan(self, seq_len: int, levers: dict[str, bool]) -> MemoryPlan:
-        phases = self.phases(seq_len, levers)
+    def plan(self, seq_len: int, levers: dict[str, bool], exact: bool = True) -> MemoryPlan:
+        phases = self.phases(seq_len, levers, exact)
         phase = max(phases, key=lambda name: sum(phases[name].values()))
         parts = {name: round(phases[phase][name]) for name in PARTS}
         return MemoryPlan(parts, dict(levers), seq_len, self.ranks, phase)
+
+    def fits(self, seq_len: int, levers: dict[str, bool], limit: int) -> bool:
+        return self.plan(seq_len, levers).total <= limit
 
     def longest(self, seq_len: int, levers: dict[str, bool], limit: int) -> int:
         """Approximately the longest sequence that fits, a multiple of the ranks. Bytes grow almost
