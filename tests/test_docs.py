@@ -249,32 +249,50 @@ def _sharded_weights():
     assert names["w"].shape == (29, 6) and names["w8"].dtype == names["w"].dtype
 
 
+_TRAINING = {"per_device_train_batch_size": 2, "eval_strategy": "no", "max_steps": 2}
+
+
 def _trainer():
     from transformers import BertConfig, BertForSequenceClassification
+
+    with launched():
+        names = {"model": tiny(), "training_arguments": arguments(**_TRAINING)}
+        names |= {"train_data": Rows(20), "eval_data": Rows(4)}
+        small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+        names |= {"classifier": BertForSequenceClassification(BertConfig(**small))}
+        # On four ranks: test_trainer.py.
+        changes = {x: "" for x in snippets("trainer") if "DistributedConfig" in x}
+        names = run("trainer", names, changes)
+    assert names["metrics"]["eval_loss"] > 0
+
+
+def _trl():
     from trl import DPOConfig, SFTConfig
 
     with launched():
-        given = {"per_device_train_batch_size": 2, "eval_strategy": "no", "max_steps": 2}
-        model = tiny()
-        names = {"model": model, "training_arguments": arguments(**given), "train_data": Rows(20)}
-        names |= {"eval_data": Rows(4), "sft_config": arguments(SFTConfig, bf16=False, **given)}
-        names |= {"sft_data": lists(20), "tokenizer": tokenizer(splits=True), "pairs": pairs(8)}
-        names |= {"dpo_config": arguments(DPOConfig, bf16=False, **given), "reference": tiny()}
-        names |= {"optimizer": torch.optim.SGD(model.parameters()), "loader": DataLoader(Rows(4))}
-        small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-        classifier = BertForSequenceClassification(BertConfig(**small))
-        names |= {"classifier": classifier}
-        names |= {"make_model": tiny, "train_loader": DataLoader(Rows(4))}
-        quiet = "accelerator='cpu', logger=False, enable_checkpointing=False, "
-        changes = {
-            "Accelerator()": "Accelerator(cpu=True)",
-            "lightning.pytorch": "pytorch_lightning",
-        }
-        changes["pl.Trainer("] = f"pl.Trainer({quiet}"
-        # On four ranks: test_trainer.py.
-        changes |= {x: "" for x in snippets("trainer") if "DistributedConfig" in x}
-        names = run("trainer", names, changes)
-    assert names["metrics"]["eval_loss"] > 0 and names["loss"] > 0
+        names = {"model": tiny(), "reference": tiny(), "tokenizer": tokenizer(splits=True)}
+        names |= {"sft_config": arguments(SFTConfig, bf16=False, **_TRAINING)}
+        names |= {"dpo_config": arguments(DPOConfig, bf16=False, **_TRAINING)}
+        names = run("trl", names | {"sft_data": lists(20), "pairs": pairs(8)})
+    assert names["trainer"].state.global_step == 2
+
+
+def _accelerate():
+    model = tiny()
+    with launched():
+        names = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+        names |= {"loader": DataLoader(Rows(4))}
+        names = run("accelerate", names, {"Accelerator()": "Accelerator(cpu=True)"})
+    assert names["loss"] > 0
+
+
+def _lightning():
+    quiet = "accelerator='cpu', logger=False, enable_checkpointing=False, "
+    changes = {"lightning.pytorch": "pytorch_lightning", "pl.Trainer(": f"pl.Trainer({quiet}"}
+    with launched():
+        names = {"make_model": tiny, "train_loader": DataLoader(Rows(4))}
+        names = run("lightning", names, changes)
+    assert names["trainer"].global_step == 4
 
 
 def _rl():
@@ -540,6 +558,9 @@ RUNS = {
     "multimodal": (_multimodal, 2),
     "ops": (_ops, 2),
     "trainer": (_trainer, 2),
+    "trl": (_trl, 2),
+    "accelerate": (_accelerate, 2),
+    "lightning": (_lightning, 2),
     "rl": (_rl, 2),
     "prefixes": (_prefixes, 2),
     "transport": (_transport, 2),
@@ -559,6 +580,9 @@ def test_snippets(page):
             "transformers",
             "losses-and-data",
             "trainer",
+            "trl",
+            "accelerate",
+            "lightning",
             "rl",
             "multimodal",
             "prefixes",
