@@ -540,6 +540,28 @@ def _transport():
     run("transport", {})
 
 
+def _machines():
+    text, rank = "", dist.get_rank()
+
+    def say(value):
+        nonlocal text
+        text += f"{value}\n"
+
+    ids = torch.randint(0, 50, (2, 13), generator=torch.Generator().manual_seed(0))
+    names = {"data": 2, "sequence": 2, "machines": 2, "gpus": 2, "ids": ids, "print": say}
+    names = run("machines", names | {"heads": 4, "kv_heads": 2}, {'"cuda"': '"cpu"'})
+    assert names["number"] == rank // 2
+    assert text.startswith("ranks 0, 1: shared memory\n4 query heads on 4 ranks")
+    assert str(deepsp.transport()) in PAGES["machines"].read_text()
+    whole = [
+        torch.randn(2, 13, h, 8, generator=torch.Generator().manual_seed(h)) for h in (4, 2, 2)
+    ]
+    q, k, v = (x.split(names["seq_lens"], 1)[rank] for x in whole)
+    lens = names["seq_lens"]
+    out = names["attend"](q, k, v, is_causal=True, enable_gqa=True, seq_lens=lens)
+    torch.testing.assert_close(out, attention(*whole, is_causal=True).split(lens, 1)[rank])
+
+
 RUNS = {
     "attention": (_attention, 2),
     "layer": (_layer, 2),
@@ -564,6 +586,7 @@ RUNS = {
     "rl": (_rl, 2),
     "prefixes": (_prefixes, 2),
     "transport": (_transport, 2),
+    "machines": (_machines, 4),
 }
 ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loops.py
 
@@ -571,7 +594,7 @@ ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loop
 @pytest.mark.parametrize("page", RUNS)
 def test_snippets(page):
     function, ranks = RUNS[page]
-    # DeepSpeed and transformers keep state of the process.
+    # DeepSpeed and transformers keep state of the process. Ranks of "machines" are on two of them.
     apart = (
         page
         if page
@@ -586,6 +609,7 @@ def test_snippets(page):
             "rl",
             "multimodal",
             "prefixes",
+            "machines",
         )
         else ""
     )
