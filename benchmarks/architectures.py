@@ -23,6 +23,8 @@ from harness import Workers, error_of  # noqa: E402
 
 HEAD = """# Architectures
 
+Look up here which models the [compile pass](compile.md) trains, and why it refuses the others.
+
 Made by `{command}`
 (`make zoo` takes 2 and 3 ranks). An entry is a tiny model, in float64 (a few are in float32: they
 know no other dtype), which makes one training step on {ranks} ranks, whose parts are uneven.

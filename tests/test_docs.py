@@ -647,6 +647,15 @@ def test_links():
     assert PAGES.keys() - {"README", "index"} <= reachable  # the index is Sphinx's
 
 
+def test_every_page_is_in_the_index():
+    """Once, in one of four groups."""
+    text = (ROOT / "docs/index.md").read_text()
+    trees = re.findall(r"```{toctree}\n:hidden:\n:caption: (.*)\n\n((?:[\w-]+\n)+)```", text)
+    captions, pages = zip(*trees, strict=True)
+    assert captions == ("How-to", "Explanation", "Reference", "Measurements")
+    assert sorted("".join(pages).split()) == sorted({*PAGES, "api"} - {"README", "index"})
+
+
 def test_snippets_parse():
     for page in PAGES:
         for snippet in snippets(page):
