@@ -34,7 +34,9 @@ PAGES = {path.stem: path for path in [ROOT / "README.md", *sorted((ROOT / "docs"
 
 
 def snippets(page):
-    return re.findall(r"```python\n(.*?)```", PAGES[page].read_text(), re.DOTALL)
+    """Without whole programs, which test_guide.py runs."""
+    every = re.findall(r"```python\n(.*?)```", PAGES[page].read_text(), re.DOTALL)
+    return [x for x in every if not re.match(r"# \w+\.py: torchrun", x)]
 
 
 def run(page, names, changes=None):

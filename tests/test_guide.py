@@ -123,6 +123,25 @@ def test_the_readmes_first_program(tmp_path):
     assert float(printed[0][-1][1]) < float(printed[0][0][1])
 
 
+@pytest.mark.parametrize(
+    ("page", "name", "lines"), [("README.md", "sft", 3 * 4), ("docs/rl.md", "grpo", 3 * 3)]
+)
+def test_programs_with_trl(page, name, lines, tmp_path):
+    """They run as they stand, and log what plain TRL logs in one process."""
+    text = (ROOT / page).read_text()
+    (program,) = re.findall(rf"```python\n(# {name}\.py.*?)```", text, re.DOTALL)
+    plain = re.sub(r"sequence_parallel\((\w+Trainer)\)\(", r"\1(", program)
+    plain = re.sub(r" +(sequence_parallel_size|fold_prefixes)=.*\n", "", plain)
+    logs = []
+    for file, ranks, text in (("plain.py", 1, plain), (f"{name}.py", 2, program)):
+        (tmp_path / file).write_text(text)
+        out = _launched(ranks, file, tmp_path)
+        logs.append(re.findall(r"'(loss|grad_norm|reward|num_tokens)': '([-\d.e+]+)'", out))
+    assert len(logs[0]) >= lines
+    for (key, value), (same_key, expected) in zip(*logs, strict=True):
+        assert key == same_key and float(value) == pytest.approx(float(expected), rel=2e-3)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_snippets(ranks):
     on_ranks(ranks, _snippets)
