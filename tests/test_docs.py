@@ -564,6 +564,27 @@ def _machines():
     torch.testing.assert_close(out, attention(*whole, is_causal=True).split(lens, 1)[rank])
 
 
+def _diagnose():
+    model = _model()
+
+    def training_step(full):
+        batch, seq_lens = deepsp.shard_batch(full)
+        logits = model(batch["input_ids"], batch["position_ids"], seq_lens)
+        deepsp.cross_entropy(logits, batch["shift_labels"]).backward()
+
+    names = {"model": model, "full_batch": _batch(), "training_step": training_step}
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        names = run("diagnose", names)
+        trace = Path("step.json").read_text()
+    assert names["batch"]["input_ids"].shape == (2, [7, 6][dist.get_rank()])
+    assert len(names["peaks"]) == 2
+    assert "deepsp::exchange" in names["sent"] and "deepsp::exchange" in trace
+    page = PAGES["diagnose"].read_text()
+    source = "".join(path.read_text() for path in (ROOT / "csrc").rglob("*.cpp"))
+    for name in re.findall(r"`deepsp::(\w+)`", page):
+        assert f'"deepsp::{name}"' in source or hasattr(torch.ops.deepsp, name), name
+
+
 RUNS = {
     "attention": (_attention, 2),
     "layer": (_layer, 2),
@@ -589,6 +610,7 @@ RUNS = {
     "prefixes": (_prefixes, 2),
     "transport": (_transport, 2),
     "machines": (_machines, 4),
+    "diagnose": (_diagnose, 2),
 }
 ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loops.py
 
