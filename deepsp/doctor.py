@@ -65,8 +65,9 @@ def _machine() -> str:
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     lines = [f"CPU cores: {cores}, ranks on this machine: {ranks}, threads of torch: {threads}"]
-    if threads != max(1, cores // ranks) and not torch.cuda.is_available():
-        lines.append(f"slow: set OMP_NUM_THREADS={max(1, cores // ranks)} (cores / ranks)")
+    fitting = max(1, cores // ranks)  # torch may count two hardware threads as one core
+    if not fitting / 2 <= threads <= fitting and not torch.cuda.is_available():
+        lines.append(f"slow: set OMP_NUM_THREADS={fitting} (cores / ranks)")
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return "\n".join(lines + [f"GPU {g.name}, {g.total_memory / 2**30:.0f} GiB" for g in gpus])
 

@@ -240,5 +240,7 @@ def test_slow_settings(monkeypatch):
         assert "MATH" in (report := doctor._kernels(torch.device("cpu")))
     assert doctor._answer(lambda: report)["state"] == "slow"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1000)
-    assert "set OMP_NUM_THREADS=" in doctor._machine()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    for threads, slow in ((3, True), (4, False), (8, False), (9, True)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        assert ("set OMP_NUM_THREADS=8" in doctor._machine()) == slow
