@@ -612,7 +612,7 @@ RUNS = {
     "machines": (_machines, 4),
     "diagnose": (_diagnose, 2),
 }
-ELSEWHERE = {"README", "guide", "training", "loops"}  # test_guide.py, test_loops.py
+ELSEWHERE = {"guide", "training", "loops"}  # test_guide.py, test_loops.py
 
 
 @pytest.mark.parametrize("page", RUNS)
