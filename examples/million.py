@@ -9,7 +9,7 @@ to the host, the MLPs run in tiles, and the loss has no logits. docs/million.md 
     torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --rdzv-endpoint node0:29500 \\
         examples/million.py --text books.txt          # and with --node-rank 1 on the other machine
 
-No GPU has run it: its parts have run on one (docs/gpus.md), and all of it on CPUs.
+No GPU has run it. Its parts have run on one (docs/gpus.md), and all of it on CPUs when small.
 """
 
 import argparse

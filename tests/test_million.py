@@ -1,11 +1,16 @@
 """The recipe for a million tokens: its small run against one process, and its plan."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLE = Path(__file__).parents[1] / "examples/million.py"
+UNDER_FSDP = Path(__file__).parent / "lib/million_under_fsdp.py"
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def _printed(*arguments):
@@ -20,6 +25,24 @@ def test_small():
     assert "the same to rounding" in said
     losses = re.findall(r"([\d.]+) / ([\d.]+)", said)
     assert len(losses) == 4 and all(float(a) > 1 for a, _ in losses)
+
+
+@pytest.mark.nightly
+def test_small_under_fsdp2(tmp_path):
+    """All levers and FSDP2, against plain TRL in one process."""
+    logs = []
+    for ranks, more in ((1, []), (2, ["--keep-attention"])):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        command = [sys.executable, EXAMPLE] if ranks == 1 else [sys.executable, *LAUNCH, UNDER_FSDP]
+        command += ["--small", "--seq-len", "1001", "--steps", "2", "--output", folder, *more]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        logs.append(json.loads((folder / "logs.json").read_text()))
+    assert len(logs[0]) == 2
+    for one, sharded in zip(*logs, strict=True):
+        for key in ("loss", "grad_norm", "num_tokens"):
+            assert sharded[key] == pytest.approx(one[key], rel=1e-4)
 
 
 def test_plan():

@@ -843,6 +843,7 @@ def test_the_size_of_a_parallelism_config():
     assert all(x == found[0] for x in found)
 
 
+@pytest.mark.nightly  # test_million.py and test_guide.py launch trainers as users do
 def test_the_example():
     root = Path(__file__).parents[1]
     with tempfile.TemporaryDirectory() as folder:
