@@ -165,8 +165,7 @@ def measure_sleeping(ranks: bench.Ranks, args, shape: dict) -> list[dict]:
     return show_layer(f"attention that sleeps as long as the exchange takes, {rate}", times)
 
 
-def draw_timeline(ranks: bench.Ranks, args, shape: dict) -> None:
-    rate = equal_rate(ranks, shape)
+def draw_timeline(ranks: bench.Ranks, args, shape: dict, rate: str) -> None:
     ranks.link.set_rate(rate)
     recorded = ranks(record_layer, shape, max(args.chunks), ranks.link.interface)
     file = args.output / "overlap_timeline.png"
@@ -187,9 +186,12 @@ def measure_demo(ranks: bench.Ranks, args) -> dict:
 def measure_on_link(args, shape: dict, parts: list[str]) -> dict:
     results = {}
     with bench.ranks_on(None) as ranks:
+        rates = args.rates
+        if not rates and {"layer", "timeline"} & {*parts}:
+            rates = [equal_rate(ranks, shape)]  # measured once: the table and the picture share it
         for part in tqdm(parts, desc="on the link"):
             if part == "layer":
-                for rate in args.rates or [equal_rate(ranks, shape)]:
+                for rate in rates:
                     ranks.link.set_rate(rate)
                     times = ranks(measure_layer, shape, args.chunks, args.repeats)
                     title = f"one layer, {rate}, {times['bytes'] / 2**20:.1f} MiB each way"
@@ -197,7 +199,7 @@ def measure_on_link(args, shape: dict, parts: list[str]) -> dict:
             elif part == "sleep":
                 results["sleep"] = measure_sleeping(ranks, args, shape)
             elif part == "timeline":
-                draw_timeline(ranks, args, shape)
+                draw_timeline(ranks, args, shape, rates[0])
             else:
                 results["step"] = measure_demo(ranks, args)
             ranks.link.set_rate(None)

@@ -7,6 +7,7 @@ head_split. A kv head that several ranks' query heads read has stripes of all th
 of it goes to each of them. Dark lines are the borders of the blocks that travel.
 
 With --tree: who sees whom among completions of one prompt, in rows and folded.
+With --documents: who holds and who computes what of documents that are dealt out.
 With --keys: who computes which scores where keys travel instead, and which keys an indexer chose.
 """
 
@@ -22,6 +23,7 @@ import deepsp
 
 COLOURS = ["#4c78a8", "#f2a93b", "#59a76a", "#c9566b", "#8f6bb3", "#4fb3bf", "#9c755f", "#b5bd4c"]
 GAP = 1  # columns between query heads and kv heads
+DOCUMENTS = [110, 70, 9, 14, 5, 11, 7, 12, 4, 10, 16, 8]  # tokens of each
 
 
 @dataclass
@@ -209,6 +211,52 @@ def draw_tree(file: Path) -> None:
             axes.spines[:].set_visible(False)
 
 
+def draw_documents(ranks: int, file: Path) -> None:
+    """Draws the tokens that each rank holds, and the tokens and heads that it attends to."""
+    from itertools import groupby
+
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    deal = deepsp.deal_documents(DOCUMENTS, ranks, cost=(1.0, 0.02))
+    document_of = [n for n, length in enumerate(DOCUMENTS) for _ in range(length)]
+
+    def box(axes, x: float, rank: int, tokens: int, document: int) -> None:
+        colour = colormaps["tab20"].colors[document % 20]
+        look = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.8}
+        axes.add_patch(Rectangle((x, rank + 0.12), tokens, 0.76, **look))
+
+    with bench.picture(file, 1, 2, dpi=150, figsize=(11, 3.4)) as (_, (holds, computes)):
+        for rank in range(ranks):
+            x = 0
+            for document, same in groupby(document_of[i] for i in deal.tokens(rank).tolist()):
+                tokens = len(list(same))
+                box(holds, x, rank, tokens, document)
+                x += tokens
+        left = 0
+        for level, width in enumerate(deal.widths):
+            ends = dict.fromkeys(range(0, ranks, width), left)  # by the block's first rank
+            for document, (its_level, block) in enumerate(deal.places):
+                if its_level == level:
+                    for rank in range(block, block + width):
+                        box(computes, ends[block], rank, DOCUMENTS[document], document)
+                    ends[block] += DOCUMENTS[document]
+            right = max(ends.values())
+            if right > left:
+                own = "own documents,\nall heads"
+                text = own if width == 1 else f"1/{width} of\nthe heads"
+                computes.text(left, 0, text, size=8, va="bottom")
+                left = max(right, left + 38) + 5  # the caption is some 36 tokens wide
+        for axes, title, most in (
+            (holds, "tokens that a rank holds", max(deal.seq_lens)),
+            (computes, "tokens that it attends to", left - 5),
+        ):
+            axes.set(xlim=(-1, most + 1), ylim=(ranks, -0.6), xlabel=title, xticks=[])
+            axes.set_yticks([r + 0.5 for r in range(ranks)], [f"rank {r}" for r in range(ranks)])
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
+
+
 def main() -> None:
     parser = bench.parser_of(
         __doc__,
@@ -218,6 +266,7 @@ def main() -> None:
         ranks=(3, "that share the sequence"),
         output=(Path(__file__).parents[1] / "docs" / "ownership.png", "the picture"),
         keys=(0, "draw scores by query and key, of which as many are chosen for each query"),
+        documents=(False, "draw documents of different lengths, dealt out over the ranks"),
         tree=(False, "draw completions of one prompt, and what they see"),
     )
     args = parser.parse_args()
@@ -228,6 +277,9 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     args.output.parent.mkdir(parents=True, exist_ok=True)
+    if args.documents:
+        draw_documents(args.ranks, args.output)
+        return
     if args.tree:
         draw_tree(args.output)
         return

@@ -391,7 +391,8 @@ def tables(args: argparse.Namespace) -> dict[str, list[list[str]]]:
 
 def draw(args: argparse.Namespace, file: Path) -> None:
     machines, shape = machines_of(args), (2, len(args.model))
-    with bench.picture(file, *shape, figsize=(9, 6), sharex=True, squeeze=False) as (_, axes):
+    with bench.picture(file, *shape, figsize=(9, 6), sharex=True, squeeze=False) as (figure, axes):
+        figure.suptitle("A training step, simulated (not measured)")
         ways = itertools.product(enumerate(args.model), enumerate(args.tokens), (TODAY, ALL))
         for (column, name), (color, tokens), levers in ways:
             above, below = axes[:, column]

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import os
 import statistics
 import sys
@@ -147,14 +148,14 @@ def notes(ranks: list[int]) -> str:
     )
 
 
-def draw(cases: list[dict], folder: Path) -> None:
+def draw(cases: list[dict], cpus: int, folder: Path) -> None:
     def curves(axes, value) -> None:
         for ranks in sorted({case["ranks"] for case in cases}):
             of = [case for case in cases if case["ranks"] == ranks]
             label = "P = 1, plain PyTorch" if ranks == 1 else f"P = {ranks}"
-            shared = ranks > os.cpu_count()
+            shared = ranks > cpus
             if shared:
-                label += f" (on {os.cpu_count()} cores)"
+                label += f" (on {cpus} cores)"
             x, y = [case["seq_len"] for case in of], [value(case) for case in of]
             axes.plot(x, y, "s--" if shared else "o-", label=label)
         lengths = sorted({case["seq_len"] for case in cases})
@@ -172,10 +173,11 @@ def draw(cases: list[dict], folder: Path) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.minorticks_off()
-        axes.set(ylabel="step, s", title="A training step")
+        axes.set(ylabel="step, s", title=f"A training step, measured on {cpus} CPU cores")
     with bench.picture(folder / "train_memory.png", figsize=(7, 4.5)) as (_, axes):
         curves(axes, lambda case: max(case["peak_mib"]))
-        axes.set(ylabel="peak memory of a rank, MiB", title="What each rank must hold")
+        title = "Peak memory of a rank, measured on CPUs"
+        axes.set(ylabel="peak memory of a rank, MiB", title=title)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
 
@@ -203,8 +205,15 @@ def main() -> None:
         checkpoints=(["none"], "around each layer", kinds),
         seconds=(8.0, "for the timed steps of a case; one is always made"),
         results=(Path, "folder for train.md, .json and pictures; checkpoints.* with --checkpoints"),
+        replot=(False, "draw the pictures from train.json in --results again; nothing is measured"),
     )
     args = parser.parse_args()
+    if args.replot:
+        if args.results is None:
+            parser.error("--replot: expected --results, the folder that has train.json")
+        record = json.loads((args.results / "train.json").read_text())
+        draw(record["cases"], record.get("machine", record)["cpus"], args.results)
+        return
     longest = load_text(None).numel()
     if not all(2 <= s <= longest for s in args.seq_lens):
         parser.error(f"--seq-lens must be between 2 and {longest}, the bytes of text there are")
@@ -232,7 +241,7 @@ def main() -> None:
     bench.report(args, name, title, [about], [table_of(cases)], results, pictures)
     print(notes(args.ranks))
     if args.results and pictures:
-        draw(cases, args.results)
+        draw(cases, os.cpu_count(), args.results)
     check(cases)
 
 
