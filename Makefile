@@ -3,7 +3,7 @@
 # make test      sets everything up and runs the tests, but for those marked slow
 # make test-all  runs all tests but for the nightly ones: what .ci/run does
 # make nightly   the soak, two machines, every architecture of the zoo, other numbers of ranks, TSan
-# make docs      the pages of docs/ and the API reference, into build/docs
+# make docs      the pages of docs/ and the API reference, into build/docs; checks links and anchors
 # make lint      ruff and clang-format
 # make sanitize  kernels (CUDA's, too, run on the CPU), layouts, the buffer pool and shared memory
 #                under ASan and UBSan; under TSan in make nightly
@@ -130,6 +130,7 @@ $(VENV)/docs: $(VENV)/ready
 	@touch $@
 
 docs: $(VENV)/docs $(VENV)/built
+	$(PYTEST) -q tests/test_docs.py -k "links or anchors or index or reference"
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
 

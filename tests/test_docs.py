@@ -655,6 +655,21 @@ def test_reasons_are_those_of_the_pass():
     assert [reason for reason in reasons if reason not in source] == []
 
 
+def anchors(text):
+    """Returns the anchors of a page's headings, as GitHub and MyST make them."""
+    headings = re.findall(r"^#{1,3} (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.M)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def test_anchors():
+    for path in PAGES.values():
+        text = path.read_text()
+        for file, anchor in re.findall(r"\]\(([^)#\s]*)#([^)]*)\)", text):
+            if "://" not in file:
+                there = (path.parent / file).read_text() if file else text
+                assert anchor in anchors(there), f"{path.name}: {file}#{anchor}"
+
+
 def test_links():
     for path in PAGES.values():
         text = path.read_text()
