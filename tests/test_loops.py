@@ -1,5 +1,6 @@
 """docs/loops.md: the new side of each diff, on ranks, trains as the old one does in one process."""
 
+import contextlib
 import functools
 import re
 from pathlib import Path
@@ -8,8 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness import on_ranks
 from pipelined import draw_batch, make_stage, train_in_one_process
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -29,8 +32,12 @@ def _program(section, side):
 
 
 def _run(section, side, changes, **names):
-    """The names of the program, in float64, and what it prints."""
-    program, printed = _program(section, side), []
+    """Return the names of the program, in float64, and what it prints."""
+    return _executed(section, _program(section, side), changes, **names)
+
+
+def _executed(section, program, changes, **names):
+    printed = []
     for old, new in changes.items():
         assert old in program, f"{section} no longer has {old}"
         program = program.replace(old, new)
@@ -128,11 +135,118 @@ def test_torchtitan(world, size, summed):
             assert theirs == (printed if rank == 0 else [])
 
 
+# ------------------------------------------------------------------------------ FSDP2
+
+
+class _Plain(nn.Module):
+    """The page's model for one process, without deepsp."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(64, 32), nn.Embedding(64, 32)
+        self.qkv, self.out, self.head = nn.Linear(32, 96), nn.Linear(32, 32), nn.Linear(32, 64)
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.positions.weight[: ids.size(1)]
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        logits = self.head(x + self.out(y.transpose(1, 2).flatten(2)))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+
+def _train_plain(data_ranks):
+    """Return what the page's program prints, and the gradients of each step and the weights."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    model, printed, gradients = _Plain(), [], []
+    torch.set_default_dtype(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        rows = []
+        for rank in range(data_ranks):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            rows += [torch.randint(0, 64, (2, n), generator=generator) for n in (33, 21, 9)]
+        loss = sum(map(model, rows)) / sum(2 * (ids.size(1) - 1) for ids in rows)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        optimizer.step()
+        printed.append(f"step {step}: loss {loss:.9f}, norm {norm:.9f}")
+    return printed, gradients, model.state_dict()
+
+
+FSDP = re.search(r"```python\n(# fsdp\.py.*?)```", PAGE, re.DOTALL)[1]
+
+
+def _fsdp(folder, resumed):
+    assert FSDP.count("\n") <= 70
+    gradients = []
+
+    def keep(model):
+        gradients.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+
+    changes = {
+        'dist.init_process_group("gloo")\n': "",
+        "dist.destroy_process_group()\n": "",
+        "torch.bfloat16, torch.float32": "torch.float64, torch.float64",
+        "model.parameters(), 1.0": "model.parameters(), 0.5",
+        "optimizer.step()": "keep(model); optimizer.step()",
+        "{total:.4f}": "{total:.9f}",
+        "{norm:.4f}": "{norm:.9f}",
+    }
+    with contextlib.chdir(folder), mock.patch("sys.argv", ["fsdp.py", *resumed]):
+        names, printed = _executed("FSDP2", FSDP, changes, keep=keep)
+    return printed, gradients, _weights(names["model"])
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_fsdp(world, tmp_path):
+    """The program trains as one process does, and goes on from a checkpoint with the same bits."""
+    printed, gradients, weights = _train_plain(world // 2)
+    straight = on_ranks(world, _fsdp, str(tmp_path), [])
+    for rank, (lines, steps, trained) in enumerate(straight):
+        assert lines == (printed if rank == 0 else [])
+        for ours, expected in zip(steps, gradients, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(trained, weights, rtol=1e-7, atol=1e-8)
+    for (lines, steps, trained), before in zip(
+        on_ranks(world, _fsdp, str(tmp_path), ["step-2"]), straight, strict=True
+    ):
+        assert lines == before[0][2:] and len(steps) == 2
+        torch.testing.assert_close(trained, before[2], rtol=0, atol=0)
+
+
+def _fsdp_as_it_stands(folder):
+    size, printed = dist.get_world_size(), []
+    text = FSDP.replace('dist.init_process_group("gloo")\n', "")
+    text = text.replace("dist.destroy_process_group()\n", "")
+    text = text.replace("(dist.get_world_size() // 2, 2)", f"(1, {size})").replace(":.4f", "")
+    with contextlib.chdir(folder), mock.patch("sys.argv", ["fsdp.py"]):
+        exec(compile(text, "docs/loops.md, FSDP2", "exec"), {"print": printed.append})
+    return [[float(n) for n in re.findall(r"(?:loss|norm) ([\d.]+)", line)] for line in printed]
+
+
+def test_fsdp_in_bfloat16(tmp_path):
+    """One process and two ranks differ by no more than the page says."""
+    for folder in "12":
+        (tmp_path / folder).mkdir()
+    ((first, second, *_),) = on_ranks(1, _fsdp_as_it_stands, str(tmp_path / "1"))
+    (loss, norm), (second_loss, second_norm), *_ = on_ranks(
+        2, _fsdp_as_it_stands, str(tmp_path / "2")
+    )[0]
+    assert loss == pytest.approx(first[0], rel=1e-5)
+    assert norm == pytest.approx(first[1], rel=1e-3)
+    assert second_loss == pytest.approx(second[0], rel=1e-3)
+    assert second_norm == pytest.approx(second[1], rel=1e-3)
+
+
 # ------------------------------------------------------------------------------ pipeline stages
 
 
 def _stages():
-    snippet = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+    text = PAGE[PAGE.index("## Pipeline stages") :]
+    snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     batch = draw_batch(0)
     names = {"deepsp": deepsp, "functools": functools, "init_device_mesh": init_device_mesh}
     names |= {"PipelineStage": PipelineStage, "Schedule1F1B": Schedule1F1B}
