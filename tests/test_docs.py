@@ -498,9 +498,44 @@ def _gradients():
     torch.testing.assert_close(names["loss"], _expected_loss())
 
 
+def _kernel(q, k, v):
+    """Linear attention, whose kv heads are repeated."""
+    k, v = (x.repeat_interleave(q.size(2) // x.size(2), 2) for x in (k, v))
+    return torch.einsum("bshd,bthd,bthe->bshe", q, k, v)
+
+
+def _kernel_backward(grad, q, k, v):
+    heads, repeats = k.size(2), q.size(2) // k.size(2)
+    k, v = (x.repeat_interleave(repeats, 2) for x in (k, v))
+    of_k = torch.einsum("bshe,bshd,bthe->bthd", grad, q, v).unflatten(2, (heads, repeats)).sum(3)
+    of_v = torch.einsum("bshe,bshd,bthd->bthe", grad, q, k).unflatten(2, (heads, repeats)).sum(3)
+    return [torch.einsum("bshe,bthd,bthe->bshd", grad, k, v), of_k, of_v]
+
+
+def _check_attend(attend, kv_heads):
+    """The page's Function against one process and autograd's gradients."""
+    lens, rank, generator = [9, 4], dist.get_rank(), torch.Generator().manual_seed(0)
+    whole = [
+        torch.randn(2, 13, heads, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (4, kv_heads, kv_heads)
+    ]
+    weight = torch.randn(2, 13, 4, 5, generator=generator, dtype=torch.float64)
+    expected = _kernel(*whole)
+    gradients = torch.autograd.grad(expected, whole, weight)
+    mine = [x.detach().split(lens, 1)[rank].requires_grad_() for x in whole]
+    out = attend(*mine, lens, rank, dist.group.WORLD.group_name)
+    torch.testing.assert_close(out, expected.split(lens, 1)[rank])
+    out.backward(weight.split(lens, 1)[rank])
+    for x, gradient in zip(mine, gradients, strict=True):
+        torch.testing.assert_close(x.grad, gradient.split(lens, 1)[rank])
+
+
 def _ops():
     x = torch.randn(2, [10, 9][dist.get_rank()], 3, requires_grad=True)
-    names = run("ops", {"given": x}, {"k = 4": "x = given; k = 4"})
+    names = {"given": x, "kernel": _kernel, "kernel_backward": _kernel_backward}
+    names = run("ops", names, {"k = 4": "x = given; k = 4"})
+    for kv_heads in (2, 1):  # the single one is on both ranks
+        _check_attend(names["Attend"].apply, kv_heads)
     assert names["same"].shape == names["q"].shape and torch.equal(names["same"], names["q"])
     torch.testing.assert_close(names["z"], 2 * x)
     whole = F.pad(deepsp.unshard(x, 1, seq_lens=[10, 9]), (0, 0, 3, 0)).transpose(1, 2)
