@@ -705,6 +705,22 @@ def test_anchors():
                 assert anchor in anchors(there), f"{path.name}: {file}#{anchor}"
 
 
+def test_quotes_are_those_of_the_source():
+    """Each line of a quote in docs/contributing.md stands in its file, after the line before it."""
+    page = PAGES["contributing"].read_text()
+    quotes = re.findall(r"```(?:cpp|py)\n(?://|#) (\S+)\n(.*?)```", page, re.DOTALL)
+    assert len(quotes) == len(re.findall("```(?:cpp|py)\n", page)) == 10
+    for path, quote in quotes:
+        source = _stripped((ROOT / path).read_text())
+        for part in re.split(r"^(?://|#) \.\.\.\n", quote, flags=re.MULTILINE):
+            assert _stripped(part) in source, f"{path} no longer has {part}"
+
+
+def _stripped(text):
+    """Its lines without indentation, each with the line breaks around it."""
+    return "\n" + "".join(f"{line.strip()}\n" for line in text.splitlines())
+
+
 def test_links():
     for path in PAGES.values():
         text = path.read_text()
