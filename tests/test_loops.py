@@ -228,7 +228,7 @@ def _fsdp_as_it_stands(folder):
 
 
 def test_fsdp_in_bfloat16(tmp_path):
-    """One process and two ranks differ by no more than the page says."""
+    """One process and two ranks differ by about as much as the page's table says."""
     for folder in "12":
         (tmp_path / folder).mkdir()
     ((first, second, *_),) = on_ranks(1, _fsdp_as_it_stands, str(tmp_path / "1"))
