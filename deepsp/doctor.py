@@ -45,6 +45,11 @@ class _WrongResult(Exception):
 
 def _versions() -> str:
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None
+    if torch.cuda.is_available() and _built_for.CUDA is None:
+        raise _WrongResult(
+            "deepsp was built without CUDA: install CUDA's toolkit with nvcc of torch's version "
+            f"{torch.version.cuda}, and deepsp again"
+        )
     there = {d.name.lower(): d.version for d in metadata.distributions() if d.name}
     installed = [f"{name} {there[name]}" for name in PACKAGES if name in there]
     return (
@@ -66,6 +71,8 @@ def _machine() -> str:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     lines = [f"CPU cores: {cores}, ranks on this machine: {ranks}, threads of torch: {threads}"]
     fitting = max(1, cores // ranks)  # torch may count two hardware threads as one core
+    if ranks > cores:
+        lines.append("slow: more ranks than cores")
     if not fitting / 2 <= threads <= fitting and not torch.cuda.is_available():
         lines.append(f"slow: set OMP_NUM_THREADS={fitting} (cores / ranks)")
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -209,7 +216,7 @@ def _examine(store: dist.Store, rank: int, size: int, device: torch.device) -> t
         "loss": lambda: _loss(rank, lens, device),
         "speed": lambda: _speed(size, device),
     }
-    report, passed = [], True
+    report, passed, slow = [], True, 0
     for name, check in checks.items():
         answers = _gather(store, name, rank, size, _answer(check))
         compared = {"versions": "", "variables": "DEEPSP_"}.get(name)
@@ -226,11 +233,13 @@ def _examine(store: dist.Store, rank: int, size: int, device: torch.device) -> t
             passed, state = False, "FAILED"
             text = "\n".join(f"rank {r}: {answers[r]['text']}" for r in failed[:4])
             text += f"\nnext: {NEXT.get(name, 'report this output')}"
+        slow += state == "slow"
         report.append(f"{name:<10} {state:<6} " + text.replace("\n", "\n" + " " * 18))
         if any(answer["state"] == "stopped" for answer in answers):
             report.append("The ranks are out of step now: the other checks were left out.")
             break
     result = "all checks passed" if passed else "FAILED"
+    result += f", {slow} slow" if slow else ""
     report.append(f"{result} (ranks: {size}, device: {device.type})")
     return "\n".join(report), passed
 

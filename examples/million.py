@@ -121,7 +121,9 @@ def train(options: argparse.Namespace) -> None:
         )
         text = options.text.read_text()
         size = 6 * options.seq_len  # characters: more than enough for as many tokens
-        texts = [text[i : i + size] for i in range(0, len(text), size)][: options.steps]
+        if len(text) < options.steps * size:
+            sys.exit(f"expected {options.steps * size} characters in --text, got {len(text)}")
+        texts = [text[i : i + size] for i in range(0, options.steps * size, size)]
         arguments = {"bf16": True, "fsdp": True}
 
     if "tiles" in levers:
@@ -161,12 +163,22 @@ def train(options: argparse.Namespace) -> None:
     leave()
 
 
+def fits(size: float) -> str:
+    return "" if size <= 0.9 * 80e9 else ": too much"
+
+
 def plan(options: argparse.Namespace) -> None:
     """Print what the training takes on each rank, and what it would without each lever."""
     import simulate
     from tqdm import tqdm
 
-    config, ranks = qwen3_8b(options.seq_len), options.ranks or 8
+    config, world = qwen3_8b(options.seq_len), options.ranks or 8
+    ranks = options.sequence_ranks or world
+    if ranks < 2 or world % ranks:
+        sys.exit(
+            f"expected two ranks or more that share a sequence, and --ranks {world} to be a "
+            f"multiple of them, got {ranks}"
+        )
     all_on = {"without_logits": True, "tiled": True, "checkpoint": True, "offload": True}
     cases = {
         "all levers": {},
@@ -184,21 +196,25 @@ def plan(options: argparse.Namespace) -> None:
             dtype=torch.bfloat16,
             shard_dtype=torch.float32,
             sharded=True,
+            world=world,
             **(all_on | change),
         )
     kept = -(-options.seq_len // ranks) * config.num_hidden_layers * config.num_attention_heads
     kept *= 2 * config.head_dim + 4  # attention's output in bfloat16, and a float32 for each head
-    print(f"Qwen3 8B, {options.seq_len} tokens on {ranks} H100. Forecasts: no GPU has run this.\n")
     print(
-        "Memory of a rank at its peak, of 74.5 GiB (80 GB). The allocator's idle blocks, NCCL and"
+        f"Qwen3 8B, {options.seq_len} tokens on {ranks} ranks, {world} H100. "
+        "Forecasts: no GPU has run this.\n"
     )
-    print("workspaces come on top.")
+    print(
+        "Memory of a rank at its peak. A GPU of 80 GB has 74.5 GiB; more than 90 % of that is too"
+    )
+    print("much, since the allocator's idle blocks, NCCL and workspaces come on top.")
     for name, size in plans["all levers"].parts.items():
         print(f"  {name:<32}{size / GIB:>8.1f} GiB")
     for name, case in plans.items():
-        print(f"  {name:<32}{case.total / GIB:>8.1f} GiB, in {case.phase}")
+        print(f"  {name:<32}{case.total / GIB:>8.1f} GiB{fits(case.total)}, in {case.phase}")
     total = plans["all levers"].total + kept
-    print(f"  {'all levers, --keep-attention':<32}{total / GIB:>8.1f} GiB")
+    print(f"  {'all levers, --keep-attention':<32}{total / GIB:>8.1f} GiB{fits(total)}")
 
     print("\nSeconds of a step, simulated (benchmarks/simulate.py)")
     steps = [
@@ -214,7 +230,7 @@ def plan(options: argparse.Namespace) -> None:
     for part in simulate.PARTS:
         print(f"  {part:<16}{steps[0].parts[part]:>12.1f}{steps[1].parts[part]:>20.1f}")
     print(f"  {'step':<16}{steps[0].seconds:>12.1f}{steps[1].seconds:>20.1f}")
-    if (options.seq_len, ranks) == (2**20, 8):
+    if (options.seq_len, world) == (2**20, 8):
         print(
             "\nTRL's guide for the same model and length on 8 H100, by context parallelism: 380 s, "
             "56.2 GB (its claim, TRL 1.13)"
@@ -259,6 +275,8 @@ def main() -> None:
     options = parser.parse_args()
     options.seq_len = options.seq_len or (4096 if options.small else 2**20)
     if options.plan:
+        if options.without or options.model != parser.get_default("model"):
+            parser.error("expected no --model and --without with --plan, which plans Qwen3 8B")
         plan(options)
     elif options.small and not options.output:
         options.ranks = options.ranks or 2

@@ -48,7 +48,7 @@ def test_small_under_fsdp2(tmp_path):
 def test_plan():
     """Each lever that is left out costs memory."""
     said = _printed("--plan", "--seq-len", str(2**15), "--ranks", "4")
-    totals = dict(re.findall(r"^  (\S.*?) +([\d.]+) GiB, in ", said, re.MULTILINE))
+    totals = dict(re.findall(r"^  (\S.*?) +([\d.]+) GiB(?:: too much)?, in ", said, re.MULTILINE))
     assert len(totals) == 5
     all_on = float(totals["all levers"])
     assert all(float(total) >= 0.98 * all_on for total in totals.values())
