@@ -94,6 +94,8 @@ def train(options: argparse.Namespace) -> None:
     from trl import SFTConfig, SFTTrainer
 
     world = int(os.environ.get("WORLD_SIZE", 1))
+    size = options.sequence_ranks or world
+    rows = options.steps * (world // size)  # each group has sequences of its own
     levers = set(LEVERS) - set(options.without) if world > 1 else set()
     more = {}
     if world > 1:
@@ -101,7 +103,6 @@ def train(options: argparse.Namespace) -> None:
 
         SFTTrainer = sequence_parallel(SFTTrainer)
         # No rank has logits: the loss takes hidden states, a chunk of tokens at a time.
-        size = options.sequence_ranks or world
         more = {"sequence_parallel_size": size, "without_logits": "chunked-loss" in levers}
 
     if options.small:
@@ -112,7 +113,7 @@ def train(options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         tokenizer = byte_tokenizer()
         model = tiny(len(tokenizer), options.seq_len)
-        texts = passages(options.steps, options.seq_len)
+        texts = passages(rows, options.seq_len)
         arguments = {"use_cpu": True, "bf16": False}
     else:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -120,10 +121,10 @@ def train(options: argparse.Namespace) -> None:
             options.model, dtype=torch.bfloat16, rope_parameters=rope(options.seq_len)
         )
         text = options.text.read_text()
-        size = 6 * options.seq_len  # characters: more than enough for as many tokens
-        if len(text) < options.steps * size:
-            sys.exit(f"expected {options.steps * size} characters in --text, got {len(text)}")
-        texts = [text[i : i + size] for i in range(0, options.steps * size, size)]
+        length = 6 * options.seq_len  # characters: more than enough for as many tokens
+        if len(text) < rows * length:
+            sys.exit(f"expected {rows * length} characters in --text, got {len(text)}")
+        texts = [text[i : i + length] for i in range(0, rows * length, length)]
         arguments = {"bf16": True, "fsdp": True}
 
     if "tiles" in levers:
@@ -139,7 +140,7 @@ def train(options: argparse.Namespace) -> None:
         args=SFTConfig(
             output_dir=options.output or options.save,
             max_length=options.seq_len,
-            max_steps=len(texts),
+            max_steps=options.steps,
             per_device_train_batch_size=1,
             activation_checkpointing="checkpoints" in levers,
             learning_rate=1e-3 if options.small else 1e-5,

@@ -214,10 +214,10 @@ def test_finds_wrong_results(name):
 def _with_other_environment():
     store = dist.PrefixStore("test_doctor/environment", _get_default_store())
     rank, size = dist.get_rank(), dist.get_world_size()
-    theirs = {"DEEPSP_OF_A_TEST": "1", "NCCL_OF_A_TEST": "1"} if rank == 1 else {}
+    extra = {"DEEPSP_OF_A_TEST": "1", "NCCL_OF_A_TEST": "1"} if rank == 1 else {}
     versions = doctor._versions() + ("\ntorch 0.1" if rank == 1 else "")
     with (
-        mock.patch.dict(os.environ, theirs),
+        mock.patch.dict(os.environ, extra),
         mock.patch.object(doctor, "_versions", lambda: versions),
     ):
         return doctor._examine(store, rank, size, torch.device("cpu"))[0]
@@ -231,8 +231,8 @@ def test_ranks_with_other_versions_or_variables():
 
 def test_a_rank_without_an_answer(monkeypatch):
     monkeypatch.setattr(doctor, "TIMEOUT", 0.05)
-    ours, theirs = doctor._gather(dist.HashStore(), "x", 0, 2, {"state": "ok", "text": ""})
-    assert ours["state"] == "ok" and theirs["state"] == "stopped"
+    alive, missing = doctor._gather(dist.HashStore(), "x", 0, 2, {"state": "ok", "text": ""})
+    assert alive["state"] == "ok" and missing["state"] == "stopped"
 
 
 def test_slow_settings(monkeypatch):

@@ -95,9 +95,9 @@ def test_levers():
 
 def test_shards_of_a_larger_world():
     """In float32, beside a bfloat16 model: FSDP2's mixed precision."""
-    given = {"seq_len": 512, "ranks": 2, "dtype": torch.bfloat16, "sharded": True}
-    two, wide = (deepsp.plan_memory(config(), **given, **x).parts for x in ({}, {"world": 8}))
-    mixed = deepsp.plan_memory(config(), **given, world=8, shard_dtype=torch.float32).parts
+    setting = {"seq_len": 512, "ranks": 2, "dtype": torch.bfloat16, "sharded": True}
+    two, wide = (deepsp.plan_memory(config(), **setting, **x).parts for x in ({}, {"world": 8}))
+    mixed = deepsp.plan_memory(config(), **setting, world=8, shard_dtype=torch.float32).parts
     assert two["optimizer states"] == 4 * wide["optimizer states"] == 2 * mixed["optimizer states"]
     gathered = two["parameters"] - two["optimizer states"] / 2
     assert gathered > 0  # in bfloat16, whatever the shards are

@@ -137,7 +137,8 @@ class _Check(Probe):
                 if of_tokens is None:
                     raise ValueError(
                         self.pooled(name, x) + ". Leave labels out of the example: a loss is made "
-                        "of all tokens, by deepsp.cross_entropy"
+                        "of all tokens, by deepsp.cross_entropy. A model that returns its loss "
+                        "only is checked by deepsp.prove, with a step of yours"
                     )
             names, full = [name for name, _, _ in outputs], [x for _, _, x in outputs]
             half, end = self.length // 2, self.length
