@@ -200,7 +200,7 @@ def _fsdp(folder, resumed):
     return printed, gradients, _weights(names["model"])
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_fsdp(world, tmp_path):
     """The program trains as one process does, and goes on from a checkpoint with the same bits."""
     printed, gradients, weights = _train_plain(world // 2)
@@ -227,6 +227,7 @@ def _fsdp_as_it_stands(folder):
     return [[float(n) for n in re.findall(r"(?:loss|norm) ([\d.]+)", line)] for line in printed]
 
 
+@pytest.mark.nightly
 def test_fsdp_in_bfloat16(tmp_path):
     """One process and two ranks differ by about as much as the page's table says."""
     for folder in "12":

@@ -109,7 +109,7 @@ def _same(case):
 
 
 # The same graph as DDP's; and what another case has, too.
-_NIGHTLY = {"FSDP2 before", "weights", "budget"}
+_NIGHTLY = {"FSDP2 before", "weights", "budget", "autocast", "accumulation"}
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ class _Runs:
         of many tokens are estimated by a line through two runs."""
         # From here on, tiles and chunks of logits don't grow any more.
         tile = max(1024, self.config.get_text_config().hidden_size)
-        few = self.ranks * max(4 * tile, self._tokens_of_a_chunk())
+        few = self.ranks * max(2 * tile, self._tokens_of_a_chunk())
         lengths = self.lengths.setdefault(tuple(levers[n] for n in _TRACED), {few, 2 * few})
         if exact or seq_len <= 2 * few or seq_len in lengths:
             if seq_len > few:
