@@ -91,18 +91,18 @@ c10::IValue deal_op(const Given& given) {
       max_tokens, " tokens in all, got ", total, "; use max_tokens >= ", needed,
       ", or leave out documents");
   const Deal deal = deal_documents(lengths.vec(), pairs, ranks, max_tokens, linear, quadratic);
-  std::vector<int64_t> found;
+  std::vector<int64_t> numbers;
   for (const DocumentPlace& place : deal.places) {
-    found.push_back(place.level);
-    found.push_back(place.first);
+    numbers.push_back(place.level);
+    numbers.push_back(place.first);
   }
   for (const int64_t width : block_widths(ranks)) {
-    found.push_back(width);
+    numbers.push_back(width);
   }
   for (const std::vector<int64_t>& lens : deal.lens) {
-    found.insert(found.end(), lens.begin(), lens.end());
+    numbers.insert(numbers.end(), lens.begin(), lens.end());
   }
-  return found;
+  return numbers;
 }
 
 c10::IValue cells(const Given& given) {

@@ -21,13 +21,14 @@ import time
 from pathlib import Path
 
 import torch
+from finetune import byte_tokenizer, compare, passages, quiet, show
 from side_by_side import LOGS, leave, run
 
 import deepsp
 
 LEVERS = ("tiles", "chunked-loss", "checkpoints", "offload")
 GIB = 2**30
-TOLERANCE = 1e-4
+NORM_TOLERANCE = 1e-4  # relative
 
 
 def qwen3_8b(seq_len: int):
@@ -107,7 +108,6 @@ def train(options: argparse.Namespace) -> None:
 
     if options.small:
         from datasets import disable_progress_bars
-        from finetune import byte_tokenizer, passages, quiet
 
         disable_progress_bars()
         torch.set_num_threads(1)
@@ -238,7 +238,7 @@ def plan(options: argparse.Namespace) -> None:
         )
 
 
-def compare(options: argparse.Namespace) -> None:
+def train_small(options: argparse.Namespace) -> None:
     """Trains the tiny model by plain TRL in one process, and on ranks with all levers."""
     began = time.monotonic()
     print("one process, plain SFTTrainer", flush=True)
@@ -246,13 +246,10 @@ def compare(options: argparse.Namespace) -> None:
     print(f"\n{options.ranks} ranks, all levers but FSDP2, which accelerate has on GPUs only")
     sys.stdout.flush()
     sharded = run(__file__, options.ranks, sys.argv[1:])
-    print(f"\nstep{'loss: one process / ranks':>32}{'gradient norm':>28}")
-    for a, b in zip(one, sharded, strict=True):
-        pairs = [f"{a[key]:.5f} / {b[key]:.5f}" for key in ("loss", "grad_norm")]
-        print(f"{a['step']:>4}{pairs[0]:>32}{pairs[1]:>28}")
-        for key in ("loss", "grad_norm"):
-            if not abs(a[key] - b[key]) <= TOLERANCE * max(1, a[key]):
-                sys.exit(f"step {a['step']}: {key} is {a[key]} in one process, {b[key]} sharded")
+    show(one, sharded, options.ranks, "SFT")
+    difference = compare(one, sharded, "SFT")["grad_norm"]
+    if not difference <= NORM_TOLERANCE:
+        sys.exit(f"expected gradient norms within {NORM_TOLERANCE}, got {difference:.1e}")
     print(f"the same to rounding, after {time.monotonic() - began:.0f} seconds")
 
 
@@ -281,7 +278,7 @@ def main() -> None:
         plan(options)
     elif options.small and not options.output:
         options.ranks = options.ranks or 2
-        compare(options)
+        train_small(options)
     elif not options.small and options.text is None:
         parser.error("expected --text, --plan or --small")
     else:

@@ -1,6 +1,5 @@
 """The recipe for a million tokens: its small run against one process, and its plan."""
 
-import json
 import re
 import subprocess
 import sys
@@ -9,8 +8,11 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[1] / "examples/million.py"
+sys.path.append(str(EXAMPLE.parent))
+
+from side_by_side import run  # noqa: E402
+
 UNDER_FSDP = Path(__file__).parent / "lib/million_under_fsdp.py"
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def _printed(*arguments):
@@ -28,17 +30,10 @@ def test_small():
 
 
 @pytest.mark.nightly
-def test_small_under_fsdp2(tmp_path):
+def test_small_under_fsdp2():
     """All levers and FSDP2, against plain TRL in one process."""
-    logs = []
-    for ranks, more in ((1, []), (2, ["--keep-attention"])):
-        folder = tmp_path / str(ranks)
-        folder.mkdir()
-        command = [sys.executable, EXAMPLE] if ranks == 1 else [sys.executable, *LAUNCH, UNDER_FSDP]
-        command += ["--small", "--seq-len", "1001", "--steps", "2", "--output", folder, *more]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        logs.append(json.loads((folder / "logs.json").read_text()))
+    small = ["--small", "--seq-len", "1001", "--steps", "2"]
+    logs = [run(EXAMPLE, 1, small), run(UNDER_FSDP, 2, [*small, "--keep-attention"])]
     assert len(logs[0]) == 2
     for one, sharded in zip(*logs, strict=True):
         for key in ("loss", "grad_norm", "num_tokens"):

@@ -37,8 +37,7 @@ struct Deal {
 // - With m as the mean cost of the ranks, no rank costs more than 1.03 * m or m + linear,
 //   whichever is larger, up to rounding.
 // - Few elements leave their rank: (w - 1) / w of a block's. A search places documents in narrow
-//   blocks within these two limits. For these places, no other lens have a smaller largest
-//   cost.
+//   blocks within these two limits. For these places, no lens have a smaller largest cost.
 // - The blocks in use are nested.
 //
 // The result depends on the arguments only. 0 <= lengths; 1 <= ranks; sum(lengths) <= ranks *
