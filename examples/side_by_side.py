@@ -29,9 +29,8 @@ def run(script: str, ranks: int, arguments: list[str]) -> Any:
 
 
 def leave() -> None:
-    """Ends a process of a training: gloo's threads may hold tensors for a moment longer."""
+    """Ends a process of a training."""
     if dist.is_initialized():
-        dist.barrier()
         dist.destroy_process_group()
 
 

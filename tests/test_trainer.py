@@ -854,3 +854,32 @@ def test_the_example():
         assert done.returncode == 0, done.stderr[-2000:]
         assert done.stdout.count("the same to") == 2 and "(rewards/margins)" in done.stdout
         assert picture.stat().st_size > 5000
+
+
+# ------------------------------------------------------------------------------ the end
+
+
+ENDS = """
+import atexit, os, sys, time
+
+atexit.register(sum, range(20_000_000))  # the last thing of all, with the interpreter's lock held
+import torch, torch.distributed as dist
+from deepsp.integrations.door import make_groups
+
+store, rank = sys.argv[1], int(os.fork() == 0)
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+make_groups(2)
+if rank:
+    time.sleep(0.1)
+dist.all_gather([torch.empty(1), torch.empty(1)], torch.ones(1), async_op=True)
+if rank:
+    time.sleep(0.5)
+    os._exit(0)
+"""
+
+
+def test_gloo_frees_tensors_before_the_end(tmp_path):
+    """A rank ends well whose last collective ends when Python is about to shut down."""
+    command = [sys.executable, "-c", ENDS, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

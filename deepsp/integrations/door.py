@@ -3,7 +3,10 @@ and the check of losses that it gets back."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +119,16 @@ def make_groups(size: int, tensor_size: int = 1) -> Groups:
         ranks = [list(range(t, world, tensor_size)) for t in range(tensor_size)]
         everyone = dist.new_subgroups_by_enumeration(ranks)[0]
     number, index = world // shared, dist.get_rank() // shared
+    _outlast_gloo()
     return Groups(size, shared, number, index, group, everyone)
+
+
+@functools.cache
+def _outlast_gloo() -> None:
+    """Gives gloo's threads time to free the tensors of a trainer's last collectives, for which they
+    need the interpreter's lock. Once Python shuts down, a thread that waits for it aborts the
+    process (PyTorch issue 190489)."""
+    atexit.register(time.sleep, 0.25)
 
 
 # ---- attributes
