@@ -44,7 +44,7 @@ def test_plan():
     """Each lever that is left out costs memory."""
     said = _printed("--plan", "--seq-len", str(2**15), "--ranks", "4")
     totals = dict(re.findall(r"^  (\S.*?) +([\d.]+) GiB(?:: too much)?, in ", said, re.MULTILINE))
-    assert len(totals) == 5
+    assert len(totals) == 6
     all_on = float(totals["all levers"])
     assert all(float(total) >= 0.98 * all_on for total in totals.values())
     assert float(totals["--without chunked-loss"]) > all_on + 1

@@ -81,6 +81,7 @@ def test_levers():
     assert sharded.parts["optimizer states"] == both.parts["optimizer states"] / 2
     checkpoint = deepsp.plan_memory(model, ranks=2, checkpoint=True, **long)
     offload = deepsp.plan_memory(model, ranks=2, checkpoint=True, offload=True, **long)
+    keeps = deepsp.plan_memory(model, ranks=2, checkpoint=True, keep_attention=True, **long)
     without = deepsp.plan_memory(model, ranks=2, without_logits=True, **long)
     tiled = deepsp.plan_memory(model, ranks=2, tiled=True, **long)
     parts = deepsp.plan_memory(model, ranks=2, checkpoint=True, kv_chunk=256, **long)
@@ -90,6 +91,10 @@ def test_levers():
     assert plain.total > both.total > max(sharded.total, checkpoint.total, without.total)
     assert checkpoint.parts["activations"] < both.parts["activations"]
     assert offload.total < checkpoint.total
+    text, tokens = config(), 2 * 1024
+    heads = text.num_hidden_layers * text.num_attention_heads
+    # For each token and head, the output and the log-sum-exp.
+    assert keeps.total - checkpoint.total == tokens * heads * (text.head_dim + 1) * 4
     assert half.parts["parameters"] == both.parts["parameters"] / 2
 
 
@@ -128,7 +133,7 @@ def test_limit(tmp_path):
     plan = deepsp.plan_memory(short, 1024, 2, limit=plain.total - 1)
     assert plan.levers == plain.levers | {"without_logits": True} and plan.fits
     assert [p.fits for p in plan.alternatives] == [False, *[True] * 5]
-    # (Of so small a model, the gathered weights take more than their shards save.)
+    # For so small a model, the gathered weights take more than their shards save.
     longest = [
         p.longest for p in plan.alternatives if p.levers["checkpoint"] == p.levers["sharded"]
     ]
@@ -137,7 +142,8 @@ def test_limit(tmp_path):
         there = deepsp.plan_memory(short, tokens, 2, without_logits=True)
         assert (there.total <= plan.limit * 1.001) is fits
     nothing = deepsp.plan_memory(short, 1024, 2, limit="1 KB")
-    assert not nothing.fits and all(nothing.levers.values()) and nothing.longest == 0
+    off = [name for name, used in nothing.levers.items() if not used]
+    assert not nothing.fits and off == ["keep_attention"] and nothing.longest == 0
     assert "does not fit in" in str(nothing) and "without_logits, sharded" in str(plan)
     assert nothing.limit == 1000
     pytest.importorskip("matplotlib")
@@ -186,6 +192,7 @@ def test_other_models():
         ({"batch_size": 1.5}, "batch_size to be an int >= 1, got 1.5"),
         ({"seq_len": 3, "ranks": 4}, "seq_len >= 4, a token for each rank, got 3"),
         ({"offload": True}, "offload with checkpoint=True"),
+        ({"keep_attention": True}, "keep_attention with checkpoint=True"),
         ({"ranks": 4, "world": 6}, "world to be a multiple of ranks = 4, got 6"),
         ({"limit": "80 GX"}, "limit to be bytes or a string such as \"80 GB\", got '80 GX'"),
         ({"limit": -1}, "limit to be bytes .*, got -1"),

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from deepsp.loss.cross_entropy import cross_entropy, linear_cross_entropy
+from deepsp.memory.activations.checkpoint import checkpoint_policy
 from deepsp.memory.tiling.tile import tile_
 from deepsp.sequence.attention.distributed import distributed_attention
 
@@ -131,7 +132,17 @@ def _with_layers(config, layers: int):
 
 
 def peaks_of_step(
-    config, layers, dtype, ranks, batch, seq_len, without_logits, tiled, checkpoint, kv_chunk=None
+    config,
+    layers,
+    dtype,
+    ranks,
+    batch,
+    seq_len,
+    without_logits,
+    tiled,
+    checkpoint,
+    keep_attention=False,
+    kv_chunk=None,
 ):
     """Peaks by phase of a step of the model with ``layers`` layers, its parameters' sizes, and one
     layer's size."""
@@ -155,7 +166,9 @@ def peaks_of_step(
             tile_(model)
         if checkpoint:
             name = "activation_checkpointing_enable"  # transformers' name from 5.24 on
-            getattr(model, name, model.gradient_checkpointing_enable)({"use_reentrant": False})
+            kept = {"context_fn": checkpoint_policy()} if keep_attention else {}
+            enable = getattr(model, name, model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False} | kept)
         blocks = _blocks(model, layers)
         for index, phase in phases.items():
             if index >= 0:

@@ -22,7 +22,7 @@ LEVERS = ("without_logits", "sharded", "tiled", "checkpoint", "offload")
 compute; one more forward of the MLPs; one more forward of all, which includes that; transfers of
 every layer's input."""
 
-_TRACED = ("without_logits", "tiled", "checkpoint")
+_TRACED = ("without_logits", "tiled", "checkpoint", "keep_attention")
 """What changes a step on fake tensors; what the others change is computed."""
 
 _UNITS = {
@@ -129,6 +129,7 @@ def plan_memory(
     sharded: bool = False,
     tiled: bool = False,
     checkpoint: bool = False,
+    keep_attention: bool = False,
     offload: bool = False,
     kv_chunk: int | None = None,
     world: int | None = None,
@@ -153,6 +154,8 @@ def plan_memory(
             3, FSDP); one layer's (or the largest parameter) is gathered at a time, in ``dtype``.
         tiled: the MLPs run in tiles (:func:`deepsp.tile_`).
         checkpoint: ``model.activation_checkpointing_enable()``.
+        keep_attention: checkpoints keep attention's output (:func:`deepsp.checkpoint_policy`).
+            Needs ``checkpoint``.
         offload: the layers' inputs, which checkpoints save, are offloaded
             (:class:`deepsp.offload`). Needs ``checkpoint``.
         kv_chunk: as in :func:`deepsp.distributed_attention`.
@@ -170,8 +173,8 @@ def plan_memory(
         ``fits`` is False.
 
     Raises:
-        ValueError: the model isn't a causal language model of transformers, ``offload`` without
-            ``checkpoint`` or a limit, numbers that don't fit.
+        ValueError: the model isn't a causal language model of transformers, ``offload`` or
+            ``keep_attention`` without ``checkpoint`` or a limit, numbers that don't fit.
     """
     numbers = {"seq_len": seq_len, "ranks": ranks, "batch_size": batch_size}
     for name, value in numbers.items():
@@ -182,11 +185,12 @@ def plan_memory(
     world = ranks if world is None else world
     if not isinstance(world, int) or isinstance(world, bool) or world < 1 or world % ranks:
         raise ValueError(f"expected world to be a multiple of ranks = {ranks}, got {world!r}")
-    if offload and not checkpoint and limit is None:
-        raise ValueError(
-            "expected offload with checkpoint=True, whose layer inputs it keeps elsewhere, got "
-            "checkpoint=False; pass checkpoint=True"
-        )
+    for name, used in (("offload", offload), ("keep_attention", keep_attention)):
+        if used and not checkpoint and limit is None:
+            raise ValueError(
+                f"expected {name} with checkpoint=True, since it changes what checkpoints keep, "
+                "got checkpoint=False; pass checkpoint=True"
+            )
     config = _config_of(model)
     heads = getattr(config.get_text_config(), "num_attention_heads", None)
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
@@ -208,6 +212,7 @@ def plan_memory(
         "sharded": sharded,
         "tiled": tiled,
         "checkpoint": checkpoint,
+        "keep_attention": keep_attention,
         "offload": offload,
     }
     runs = _Runs(config, dtype, ranks, batch_size, kv_chunk, world, shard_dtype or dtype)
