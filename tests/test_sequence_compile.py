@@ -495,6 +495,7 @@ def _own_backend():
 
     text = str(explain(model, **deepsp.prepare_inputs(batch(12))))
     assert "distributed attention" in text and "zoo.py" in text and "2 all_reduce" in text, text
+    assert text.split()[:6] == ["op", "full", "shape", "its", "result", "line"]
     refused = explain(Changed("circular").double(), **deepsp.prepare_inputs(batch(12)))
     assert "adds elements" in refused.refused and "circular" in str(refused)
 

@@ -14,10 +14,12 @@ from deepsp.ranks.groups import Group
 
 @dataclass
 class Explanation:
-    """What :func:`explain` found; printed, a table.
+    """What :func:`explain` found; printed, a table of ops, the shapes of one process, and where the
+    results are.
 
-    Placements have the names of ``torch.distributed.tensor``: ``Replicate``, ``Shard(dim)``,
-    ``Partial``.
+    Placements have the names of ``torch.distributed.tensor``: ``Replicate`` is the whole tensor on
+    each rank, ``Shard(dim)`` a part of that dimension, and ``Partial`` a summand. ``Shard(0) of 2 x
+    tokens x 1`` has tokens merged with other dimensions. Before an arrow is where an operand was.
 
     Attributes:
         decisions: one for each op that works on sharded tensors.
@@ -30,8 +32,9 @@ class Explanation:
     refused: str | None
 
     def __str__(self) -> str:
-        rows = [(d.op, d.shape, d.what, d.line) for d in self.decisions]
-        widths = [max([len(row[i]) for row in rows], default=0) for i in range(3)]
+        rows = [("op", "full shape", "its result", "line")]
+        rows += [(d.op, d.shape, d.what, d.line) for d in self.decisions]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [
             "  ".join([*(x.ljust(w) for x, w in zip(row, widths, strict=False)), row[3]]).rstrip()
             for row in rows

@@ -316,7 +316,8 @@ def _why(parts: int, num_heads: int, ranks: int) -> str:
         return f"{heads}: whole heads, one more on some ranks"
     if parts == 0:
         return f"{heads}: {num_heads / ranks:.3g} heads on each, by parts of their queries"
-    return f"{heads}: {ranks // parts} groups of heads, each head's queries on {parts} ranks"
+    groups = f"{ranks // parts} groups of heads, " if parts < ranks else ""
+    return f"{heads}: {groups}each head's queries on {parts} ranks"
 
 
 def _ranges(ranges) -> str:
