@@ -1,7 +1,9 @@
 """TRL's preference and RL trainers over sharded sequences: each logged number is that of one
 process."""
 
+import functools
 import itertools
+from unittest import mock
 
 import by_trl
 import pytest
@@ -9,7 +11,9 @@ import torch
 import trl
 from by_trl import check_folded, made, reference_of, reinforced, reward_of, same
 from harness import on_ranks
-from trained import arguments, launched, logs, pairs, tiny, tokenizer
+from trained import arguments, launched, logs, pairs, run_launched, tiny, tokenizer
+
+from deepsp.integrations.proof.outcome import Measure
 
 
 def _judged(count, seed=0):
@@ -130,6 +134,41 @@ def reference(tmp_path_factory):
 @pytest.mark.parametrize("name", ["GRPO", pytest.param("RLOO", marks=pytest.mark.nightly)])
 def test_reinforced(name, reference):
     same(reinforced, 2, 2, batch=4, reference=reference, name=name, steps_per_generation=2)
+
+
+def _dtypes(function, batch, name):
+    """Those that linear layers compute in: in the proof, and in all."""
+    proving, proven, every = [], set(), set()
+    measure = Measure.__call__
+
+    def watched(*args, **kwargs):
+        proving.append(True)
+        try:
+            return measure(*args, **kwargs)
+        finally:
+            proving.pop()
+
+    def seen(module, args, out):
+        if isinstance(module, torch.nn.Linear):
+            every.add(out.dtype)
+            proven.update({out.dtype} if proving else ())
+
+    hook = torch.nn.modules.module.register_module_forward_hook(seen)
+    try:
+        with mock.patch.object(Measure, "__call__", watched):
+            run_launched(function, 2, batch, (("name", name), ("kind", "bf16")))
+    finally:
+        hook.remove()
+    return proven, every
+
+
+@pytest.mark.parametrize("name", ["DPO", "GRPO"])
+def test_proven_in_float32(name, reference):
+    """In training with autocast, which TRL enters by itself."""
+    of = {"DPO": (_preferences, 2), "GRPO": (functools.partial(reinforced, reference=reference), 4)}
+    function, batch = of[name]
+    for proven, every in on_ranks(2, _dtypes, function, batch, name):
+        assert proven == {torch.float32} and torch.bfloat16 in every
 
 
 @pytest.mark.parametrize("name", ["GRPO", pytest.param("RLOO", marks=pytest.mark.nightly)])

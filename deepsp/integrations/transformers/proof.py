@@ -22,7 +22,14 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from deepsp.data.roles import leaves_of, name_of, table_of
 from deepsp.integrations.door import replaced
-from deepsp.integrations.proof.outcome import Measure, Outcome, attributes_kept, precise, still
+from deepsp.integrations.proof.outcome import (
+    Measure,
+    Outcome,
+    attributes_kept,
+    precise,
+    still,
+    without_autocast,
+)
 from deepsp.integrations.proof.report import raise_unless_alike
 from deepsp.integrations.proof.seen import Seen
 from deepsp.integrations.transformers.evaluation import Numbered
@@ -159,9 +166,11 @@ class Proof:
                     (self.seen, "prove", False),
                 ):
                     stack.enter_context(replaced(thing, name, value))
-                models = [trainer.model, *self.step.other_models()]
                 inner = trainer.accelerator.unwrap_model(trainer.model)
-                for x in (attributes_kept(trainer), precise(inner), still(models), context):
+                models = [inner, *self.step.other_models()]
+                for x in (attributes_kept(trainer), precise(), without_autocast(models)):
+                    stack.enter_context(x)
+                for x in (still(models), context):
                     stack.enter_context(x)
                 small = trainer.sequence_loader_of(data)
                 output = evaluate(small, "Evaluation", loss_only, None, "eval")
