@@ -112,7 +112,14 @@ def test_accumulation(world, size):
         {"label_smoothing_factor": 0.1},
         {"activation_checkpointing": True, "keeps_attention": True},
         {"average_tokens_across_devices": False, "max_grad_norm": 0.5},
-        {"bf16": True, "digits": 2e-2},
+        pytest.param({"bf16": True, "digits": 2e-2}, marks=pytest.mark.nightly),
+        {
+            "torch_compile": True,
+            "torch_compile_backend": "aot_eager",
+            "bf16": True,
+            "digits": 2e-2,
+            "prediction_loss_only": True,
+        },
         {"prediction_loss_only": True},
         {"evaluates_first": True, "initialized": True},
         {"tiled": True, "activation_checkpointing": True, "options": (("query_parts", 2),)},
@@ -159,6 +166,12 @@ def test_padded_rows(world, size):
 
 def test_packed_rows():
     compare_logs(_collated, 2, 2, collator="packing", prediction_loss_only=True)
+
+
+def test_packed_rows_of_one_document():
+    """Longer than the part that is proven."""
+    given = {"collator": "packing", "length": 141, "prediction_loss_only": True}
+    compare_logs(_collated, 2, 2, batch=1, **given)
 
 
 def test_documents_that_end_where_the_tokens_of_ranks_do():

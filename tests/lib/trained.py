@@ -67,8 +67,9 @@ def lists(count, seed=0, length=None):
     """Rows of different lengths, or of one, as a data set of lists of ids."""
     from datasets import Dataset
 
-    rows = Rows(count, seed)
-    cut = [rows.ids[i, : length or 5 + (7 * i) % 16].tolist() for i in range(count)]
+    ids = Rows(count, seed).ids
+    ids = ids.repeat(1, -(-(length or 1) // ids.size(1)))
+    cut = [ids[i, : length or 5 + (7 * i) % 16].tolist() for i in range(count)]
     return Dataset.from_dict({"input_ids": cut})
 
 

@@ -118,7 +118,7 @@ def unpacked(batch: Mapping[str, Any], roles: Roles, lens: list[int]) -> dict[st
 
 
 def _begins(batch: Mapping[str, Any], roles: Roles) -> Tensor | None:
-    """Where documents begin in the first row, if it is packed."""
+    """Where documents begin in the first row, if it is packed: it says so, or has several."""
     tokens, mask = batch[roles.tokens], batch.get("attention_mask")
     named = {n: x for n, x in batch.items() if n in (*DOCUMENTS, "position_ids")}
     documents = any(named.get(n) is not None for n in DOCUMENTS)
@@ -129,7 +129,7 @@ def _begins(batch: Mapping[str, Any], roles: Roles) -> Tensor | None:
         return None
     begins = torch.ones(roles.length, dtype=torch.bool)
     begins[1:] = positions[0].cpu().diff() != 1
-    return begins.nonzero().flatten() if int(begins.sum()) > 1 else None
+    return begins.nonzero().flatten() if documents or int(begins.sum()) > 1 else None
 
 
 def densest(counts: Tensor, length: int) -> int:

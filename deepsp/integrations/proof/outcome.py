@@ -84,9 +84,8 @@ class Measure:
         models = [self.model, *self.others]
         try:
             with contextlib.ExitStack() as stack:
-                for x in (precise(), without_autocast(models), still(models)):
+                for x in (precise(*models), still(models), gradients_kept(every)):
                     stack.enter_context(x)
-                stack.enter_context(gradients_kept(every))
                 for model in models:
                     stack.enter_context(_wide(model, self.is_wide))
                 stack.enter_context(context())
@@ -205,34 +204,19 @@ def _kept(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def precise() -> Iterator[None]:
-    """A context that begins without autocast, and without TF32."""
+def precise(*models: nn.Module) -> Iterator[None]:
+    """A context without autocast, nor the one that accelerate puts around a model's forward, and
+    without TF32."""
     with contextlib.ExitStack() as stack:
+        for model in models:
+            model = getattr(model, "_orig_mod", model)  # of a compiled one
+            if "_original_forward" in vars(model):
+                stack.callback(setattr, model, "forward", model.forward)
+                model.forward = model._original_forward
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         torch.set_float32_matmul_precision("highest")
         for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-@contextlib.contextmanager
-def without_autocast(models: Sequence[nn.Module]) -> Iterator[None]:
-    """In this context ``torch.autocast`` turns itself off, which TRL enters, and models have a
-    forward without accelerate's, which may be compiled."""
-    enter = torch.autocast.__enter__
-
-    def turned_off(autocast: torch.autocast) -> Any:
-        entered = enter(autocast)
-        torch.set_autocast_enabled(autocast.device, False)
-        return entered
-
-    with contextlib.ExitStack() as stack:
-        for model in models:
-            if "_original_forward" in vars(model):
-                stack.callback(setattr, model, "forward", model.forward)
-                model.forward = model._original_forward
-        stack.callback(setattr, torch.autocast, "__enter__", enter)
-        torch.autocast.__enter__ = turned_off
         yield
 
 

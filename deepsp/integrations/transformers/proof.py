@@ -22,14 +22,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from deepsp.data.roles import leaves_of, name_of, table_of
 from deepsp.integrations.door import replaced
-from deepsp.integrations.proof.outcome import (
-    Measure,
-    Outcome,
-    attributes_kept,
-    precise,
-    still,
-    without_autocast,
-)
+from deepsp.integrations.proof.outcome import Measure, Outcome, attributes_kept, precise, still
 from deepsp.integrations.proof.report import raise_unless_alike
 from deepsp.integrations.proof.seen import Seen
 from deepsp.integrations.transformers.evaluation import Numbered
@@ -83,7 +76,8 @@ class Proof:
                 items = items * run.groups.number
             copy = tree_map_only(Tensor, torch.clone, dict(batch))  # compute_loss may change it
             muted = replaced(run.trainer, "log", lambda *args, **kwargs: None)
-            with attributes_kept(run.trainer), muted:
+            plain = replaced(run.trainer.accelerator, "native_amp", False)  # TRL's autocast
+            with attributes_kept(run.trainer), muted, plain:
                 return measure(lambda: loss(compute, inner, copy, False, items), context)
 
         def one_process(changed: Mapping[str, Any]) -> Outcome:
@@ -163,14 +157,13 @@ class Proof:
                     (trainer, "compute_metrics", None),
                     (trainer, "data_collator", partial(self._collated, trainer.data_collator)),
                     (trainer.callback_handler, "callbacks", []),
+                    (trainer.accelerator, "native_amp", False),
                     (self.seen, "prove", False),
                 ):
                     stack.enter_context(replaced(thing, name, value))
                 inner = trainer.accelerator.unwrap_model(trainer.model)
                 models = [inner, *self.step.other_models()]
-                for x in (attributes_kept(trainer), precise(), without_autocast(models)):
-                    stack.enter_context(x)
-                for x in (still(models), context):
+                for x in (attributes_kept(trainer), precise(*models), still(models), context):
                     stack.enter_context(x)
                 small = trainer.sequence_loader_of(data)
                 output = evaluate(small, "Evaluation", loss_only, None, "eval")
