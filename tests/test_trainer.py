@@ -507,6 +507,29 @@ def test_a_loss_function_gets_the_full_logits_and_labels():
     compare_logs(_loss_of_ones_own, 3, 3)
 
 
+def _autocast_of_ones_own(size, batch):
+    from transformers import Trainer
+
+    from deepsp.integrations.transformers import sequence_parallel
+
+    class Own(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            with torch.autocast("cpu", torch.bfloat16):
+                return super().compute_loss(*args, **kwargs)
+
+    cls, more = Own, {}
+    if size > 1:
+        cls, more = sequence_parallel(Own), {"sequence_parallel_size": size}
+    args = arguments(per_device_train_batch_size=batch, prediction_loss_only=True)
+    trainer = cls(tiny(), args, train_dataset=Rows(40), eval_dataset=Rows(8, 1), **more)
+    trainer.train()
+    return logs(trainer)
+
+
+def test_a_loss_enters_autocast():
+    compare_logs(_autocast_of_ones_own, 2, 2, digits=2e-2)
+
+
 class _Stream(torch.utils.data.IterableDataset):
     def __init__(self, count=40):
         self.count = count

@@ -220,6 +220,22 @@ def precise(*models: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def watched_autocast(dtypes: set[torch.dtype]) -> Iterator[None]:
+    """In this context ``dtypes`` gets bfloat16, the least precise one, when an autocast is entered,
+    as a user's own loss may do."""
+
+    def watched(*args: Any) -> None:
+        enable(*args)
+        dtypes.update({torch.bfloat16} if args[-1] else ())
+
+    enable, torch.set_autocast_enabled = torch.set_autocast_enabled, watched
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled = enable
+
+
 def _without_draws(thing: Any, stack: contextlib.ExitStack) -> None:
     """Sets the rates of a module or a configuration to 0."""
     for name, rate in list(getattr(thing, "__dict__", {}).items()):

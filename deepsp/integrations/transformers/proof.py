@@ -22,7 +22,14 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from deepsp.data.roles import leaves_of, name_of, table_of
 from deepsp.integrations.door import replaced
-from deepsp.integrations.proof.outcome import Measure, Outcome, attributes_kept, precise, still
+from deepsp.integrations.proof.outcome import (
+    Measure,
+    Outcome,
+    attributes_kept,
+    precise,
+    still,
+    watched_autocast,
+)
 from deepsp.integrations.proof.report import raise_unless_alike
 from deepsp.integrations.proof.seen import Seen
 from deepsp.integrations.transformers.evaluation import Numbered
@@ -66,6 +73,7 @@ class Proof:
             return
         run, inner = self.run, self.run.trainer.accelerator.unwrap_model(model)
         is_fsdp = run.trainer.is_fsdp_enabled
+        dtypes: set[torch.dtype] = set()
         measure = Measure(inner, self.step.other_models(), run.groups.member, is_fsdp)
 
         def measured(loss: Callable, batch: Mapping[str, Any], context: Callable) -> Outcome:
@@ -77,7 +85,7 @@ class Proof:
             copy = tree_map_only(Tensor, torch.clone, dict(batch))  # compute_loss may change it
             muted = replaced(run.trainer, "log", lambda *args, **kwargs: None)
             plain = replaced(run.trainer.accelerator, "native_amp", False)  # TRL's autocast
-            with attributes_kept(run.trainer), muted, plain:
+            with attributes_kept(run.trainer), muted, plain, watched_autocast(dtypes):
                 return measure(lambda: loss(compute, inner, copy, False, items), context)
 
         def one_process(changed: Mapping[str, Any]) -> Outcome:
@@ -102,7 +110,7 @@ class Proof:
         raise_unless_alike(
             alone,
             sharded,
-            dtypes_of(inner, plugin, measure.is_wide),
+            dtypes | dtypes_of(inner, plugin, measure.is_wide),
             member,
             member_of(None),
             CONTEXT.format(f"{table}. {self.step.contract}".rstrip(". ")),
@@ -145,6 +153,7 @@ class Proof:
         if groups > 1 and find_batch_size(batch) == 1:
             count = rows * groups  # nothing tells rows that fill a last batch up from others
         data = first_rows(getattr(loader, "dataset", None), count)
+        dtypes = _autocast(trainer.args)
 
         def outcome(rows: int, context: contextlib.AbstractContextManager) -> Outcome:
             with contextlib.ExitStack() as stack:
@@ -163,6 +172,7 @@ class Proof:
                     stack.enter_context(replaced(thing, name, value))
                 inner = trainer.accelerator.unwrap_model(trainer.model)
                 models = [inner, *self.step.other_models()]
+                stack.enter_context(watched_autocast(dtypes))
                 for x in (attributes_kept(trainer), precise(*models), still(models), context):
                     stack.enter_context(x)
                 small = trainer.sequence_loader_of(data)
@@ -175,7 +185,7 @@ class Proof:
         raise_unless_alike(
             alone,
             sharded,
-            dtypes_of(trainer.model) | _autocast(trainer.args),
+            dtypes | dtypes_of(trainer.model),
             run.groups.member,
             member_of(None),
             _EVALUATION.format(len(alone.results.get("labels", ())) or "some"),
