@@ -144,6 +144,7 @@ def _collated(size, batch, collator, length=None, **given):
         "packing": lambda: DataCollatorWithFlattening(
             return_position_ids=size == 1, return_flash_attn_kwargs=size > 1
         ),
+        "positions": DataCollatorWithFlattening,
     }[collator]()
     cls, more = trainer_class(size)
     args = arguments(per_device_train_batch_size=batch, per_device_eval_batch_size=batch, **given)
@@ -172,6 +173,12 @@ def test_packed_rows_of_one_document():
     """Longer than the part that is proven."""
     given = {"collator": "packing", "length": 141, "prediction_loss_only": True}
     compare_logs(_collated, 2, 2, batch=1, **given)
+
+
+def test_packed_rows_of_groups():
+    """A group has a document in an evaluation's batch; one process has that of two groups."""
+    given = {"collator": "positions", "length": 41, "prediction_loss_only": True}
+    compare_logs(_collated, 4, 2, batch=2, **given)
 
 
 def test_documents_that_end_where_the_tokens_of_ranks_do():

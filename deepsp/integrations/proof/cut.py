@@ -50,7 +50,9 @@ def cut(
         left = {n: x for n, x in batch.items() if n not in drop}
         return _selected(left, roles, torch.tensor([0]), index[None]), []
     counts = _counted(batch, roles)
-    begins = _begins(batch, roles) if roles.rows == 1 or not every_token else None
+    # A sample may be alone in a packed row, or one of several.
+    packs = roles.rows == 1 and every_token and batch.get("position_ids") is not None
+    begins = _begins(batch, roles, packs) if roles.rows == 1 or not every_token else None
     if begins is None:
         rows = torch.arange(roles.rows)
         if not every_token and roles.rows > ROWS:
@@ -117,8 +119,9 @@ def unpacked(batch: Mapping[str, Any], roles: Roles, lens: list[int]) -> dict[st
     return {**rows, "attention_mask": mask.to(batch[roles.tokens].device)}
 
 
-def _begins(batch: Mapping[str, Any], roles: Roles) -> Tensor | None:
-    """Where documents begin in the first row, if it is packed: it says so, or has several."""
+def _begins(batch: Mapping[str, Any], roles: Roles, packs: bool) -> Tensor | None:
+    """Where documents begin in the first row, if it is packed: ``packs``, it says so, or has
+    several."""
     tokens, mask = batch[roles.tokens], batch.get("attention_mask")
     named = {n: x for n, x in batch.items() if n in (*DOCUMENTS, "position_ids")}
     documents = any(named.get(n) is not None for n in DOCUMENTS)
@@ -129,7 +132,8 @@ def _begins(batch: Mapping[str, Any], roles: Roles) -> Tensor | None:
         return None
     begins = torch.ones(roles.length, dtype=torch.bool)
     begins[1:] = positions[0].cpu().diff() != 1
-    return begins.nonzero().flatten() if documents or int(begins.sum()) > 1 else None
+    packs |= documents or int(begins.sum()) > 1
+    return begins.nonzero().flatten() if packs else None
 
 
 def densest(counts: Tensor, length: int) -> int:
