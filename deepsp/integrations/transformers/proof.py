@@ -166,7 +166,6 @@ class Proof:
                     (trainer, "compute_metrics", None),
                     (trainer, "data_collator", partial(self._collated, trainer.data_collator)),
                     (trainer.callback_handler, "callbacks", []),
-                    (trainer.accelerator, "native_amp", False),
                     (self.seen, "prove", False),
                 ):
                     stack.enter_context(replaced(thing, name, value))
