@@ -84,7 +84,8 @@ class Proof:
                 items = items * run.groups.number
             copy = tree_map_only(Tensor, torch.clone, dict(batch))  # compute_loss may change it
             muted = replaced(run.trainer, "log", lambda *args, **kwargs: None)
-            plain = replaced(run.trainer.accelerator, "native_amp", False)  # TRL's autocast
+            # TRL enters it. native_amp stays on, for a model that a loss prepares in the proof.
+            plain = replaced(run.trainer.accelerator, "autocast", _nothing)
             with attributes_kept(run.trainer), muted, plain, watched_autocast(dtypes):
                 return measure(lambda: loss(compute, inner, copy, False, items), context)
 
@@ -244,6 +245,10 @@ class Proof:
         elif self.has_padding:
             arrays = {}
         return Outcome(None if loss is None else torch.tensor(loss), results=arrays)
+
+
+def _nothing(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()
 
 
 _EVALUATION = (
