@@ -137,7 +137,7 @@ def test_reinforced(name, reference):
 
 
 def _dtypes(function, batch, name):
-    """Those that linear layers compute in: in the proof, and in all."""
+    """Returns the dtypes of linear layers' outputs: in the proof, and in all."""
     proving, proven, every = [], set(), set()
     measure = Measure.__call__
 

@@ -171,14 +171,14 @@ def test_packed_rows():
 
 def test_packed_rows_of_one_document():
     """Longer than the part that is proven."""
-    given = {"collator": "packing", "length": 141, "prediction_loss_only": True}
-    compare_logs(_collated, 2, 2, batch=1, **given)
+    settings = {"collator": "packing", "length": 141, "prediction_loss_only": True}
+    compare_logs(_collated, 2, 2, batch=1, **settings)
 
 
 def test_packed_rows_of_groups():
     """A group has a document in an evaluation's batch; one process has that of two groups."""
-    given = {"collator": "positions", "length": 41, "prediction_loss_only": True}
-    compare_logs(_collated, 4, 2, batch=2, **given)
+    settings = {"collator": "positions", "length": 41, "prediction_loss_only": True}
+    compare_logs(_collated, 4, 2, batch=2, **settings)
 
 
 def test_documents_that_end_where_the_tokens_of_ranks_do():

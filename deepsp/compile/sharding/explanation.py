@@ -14,12 +14,13 @@ from deepsp.ranks.groups import Group
 
 @dataclass
 class Explanation:
-    """What :func:`explain` found; printed, a table of ops, the shapes of one process, and where the
-    results are.
+    """The result of :func:`explain`. It prints as a table of ops, with the shapes of one process
+    and the placements of results.
 
     Placements have the names of ``torch.distributed.tensor``: ``Replicate`` is the whole tensor on
     each rank, ``Shard(dim)`` a part of that dimension, and ``Partial`` a summand. ``Shard(0) of 2 x
-    tokens x 1`` has tokens merged with other dimensions. Before an arrow is where an operand was.
+    tokens x 1`` has tokens merged with other dimensions. The placement before an arrow is an
+    operand's.
 
     Attributes:
         decisions: one for each op that works on sharded tensors.

@@ -50,9 +50,7 @@ def cut(
         left = {n: x for n, x in batch.items() if n not in drop}
         return _selected(left, roles, torch.tensor([0]), index[None]), []
     counts = _counted(batch, roles)
-    # A sample may be alone in a packed row, or one of several.
-    packs = roles.rows == 1 and every_token and batch.get("position_ids") is not None
-    begins = _begins(batch, roles, packs) if roles.rows == 1 or not every_token else None
+    begins = _begins(batch, roles, every_token) if roles.rows == 1 or not every_token else None
     if begins is None:
         rows = torch.arange(roles.rows)
         if not every_token and roles.rows > ROWS:
@@ -119,9 +117,8 @@ def unpacked(batch: Mapping[str, Any], roles: Roles, lens: list[int]) -> dict[st
     return {**rows, "attention_mask": mask.to(batch[roles.tokens].device)}
 
 
-def _begins(batch: Mapping[str, Any], roles: Roles, packs: bool) -> Tensor | None:
-    """Where documents begin in the first row, if it is packed: ``packs``, it says so, or has
-    several."""
+def _begins(batch: Mapping[str, Any], roles: Roles, every_token: bool) -> Tensor | None:
+    """Where documents begin in the first row, if it is packed."""
     tokens, mask = batch[roles.tokens], batch.get("attention_mask")
     named = {n: x for n, x in batch.items() if n in (*DOCUMENTS, "position_ids")}
     documents = any(named.get(n) is not None for n in DOCUMENTS)
@@ -132,8 +129,9 @@ def _begins(batch: Mapping[str, Any], roles: Roles, packs: bool) -> Tensor | Non
         return None
     begins = torch.ones(roles.length, dtype=torch.bool)
     begins[1:] = positions[0].cpu().diff() != 1
-    packs |= documents or int(begins.sum()) > 1
-    return begins.nonzero().flatten() if packs else None
+    # With every_token, a document alone in its row has the part that it has beside others.
+    packed = documents or every_token or int(begins.sum()) > 1
+    return begins.nonzero().flatten() if packed else None
 
 
 def densest(counts: Tensor, length: int) -> int:

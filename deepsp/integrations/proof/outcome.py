@@ -209,7 +209,7 @@ def precise(*models: nn.Module) -> Iterator[None]:
     without TF32."""
     with contextlib.ExitStack() as stack:
         for model in models:
-            model = getattr(model, "_orig_mod", model)  # of a compiled one
+            model = getattr(model, "_orig_mod", model)  # inside torch.compile
             if "_original_forward" in vars(model):
                 stack.callback(setattr, model, "forward", model.forward)
                 model.forward = model._original_forward

@@ -84,8 +84,9 @@ class Proof:
                 items = items * run.groups.number
             copy = tree_map_only(Tensor, torch.clone, dict(batch))  # compute_loss may change it
             muted = replaced(run.trainer, "log", lambda *args, **kwargs: None)
-            # TRL enters it. native_amp stays on, for a model that a loss prepares in the proof.
-            plain = replaced(run.trainer.accelerator, "autocast", _nothing)
+            # TRL enters accelerator.autocast. A model that a loss prepares meanwhile keeps its own.
+            accelerator = run.trainer.accelerator
+            plain = replaced(accelerator, "autocast", lambda *_, **__: contextlib.nullcontext())
             with attributes_kept(run.trainer), muted, plain, watched_autocast(dtypes):
                 return measure(lambda: loss(compute, inner, copy, False, items), context)
 
@@ -245,10 +246,6 @@ class Proof:
         elif self.has_padding:
             arrays = {}
         return Outcome(None if loss is None else torch.tensor(loss), results=arrays)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext()
 
 
 _EVALUATION = (
